@@ -1,0 +1,34 @@
+"""ssr_hf: reasoning models answer faster through `model.generate`, without changing a token."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from .budget import ThinkingBudgetLogitsProcessor
+from .candidates import SuffixCandidateGenerator
+from .config import SelfSpeculationConfig, SuffixConfig
+from .errors import ConfigError, MarkerError, SelfSpeculationError, UnsupportedError
+from .generation import disable, enable, self_speculative_decoding
+from .markers import ThinkingMarkers
+from .outputs import SelfSpeculativeOutput
+from .stats import SpeculationStats
+
+__version__ = version("ssr-hf")
+
+__all__ = [
+    "ConfigError",
+    "MarkerError",
+    "SelfSpeculationConfig",
+    "SelfSpeculationError",
+    "SelfSpeculativeOutput",
+    "SpeculationStats",
+    "SuffixCandidateGenerator",
+    "SuffixConfig",
+    "ThinkingBudgetLogitsProcessor",
+    "ThinkingMarkers",
+    "UnsupportedError",
+    "__version__",
+    "disable",
+    "enable",
+    "self_speculative_decoding",
+]

@@ -1,0 +1,1 @@
+"""Cache operations: support checks, checkpoints, forks."""

@@ -1,0 +1,52 @@
+"""Forking a cache for a draft: as an independent copy, or as a second batch row."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+
+from .layers import kind_of
+
+if TYPE_CHECKING:
+    from transformers import Cache
+
+
+def fork(cache: Cache) -> Cache:
+    """A cache with the same content that can be written independently.
+
+    Tensors are shared wherever the layer kind replaces rather than writes them, so that a fork of a
+    pure attention cache costs no memory until it grows.
+    """
+    forked = copy.copy(cache)
+    forked.layers = [kind_of(layer).fork(layer) for layer in cache.layers]
+    return forked
+
+
+def add_row(cache: Cache, device: torch.device) -> None:
+    """Doubles the only batch row in place: row 0 stays the parent, row 1 is the child."""
+    cache.reorder_cache(torch.tensor([0, 0], device=device))
+
+
+def retire_row(cache: Cache, device: torch.device) -> None:
+    """Drops the child row that `add_row` or `join` added."""
+    cache.reorder_cache(torch.tensor([0], device=device))
+
+
+def join(cache: Cache, child: Cache, lead: int) -> None:
+    """Makes `child`, which is `lead` tokens longer, the second batch row of `cache`.
+
+    The parent is padded on the left, where padding is exact on every layer kind; the caller masks
+    the padding and gives each row its own positions. `child` must not be used afterwards.
+    """
+    for layer, other in zip(cache.layers, child.layers, strict=True):
+        kind = kind_of(layer)
+        kind.pad_left(layer, lead)
+        kind.concatenate(layer, other)
+
+
+def strip_padding(cache: Cache, lead: int) -> None:
+    """Removes the left padding of `join` after the child row was retired."""
+    for layer in cache.layers:
+        kind_of(layer).strip_left(layer, lead)

@@ -1,0 +1,147 @@
+"""Which caches and models can be accelerated without changing a token, and why the others cannot.
+
+A check returns `Supported` or `Unsupported(reason, hint)`; the error message, the README table and
+the tests all use that text.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import Cache, EncoderDecoderCache, QuantizedCache, StaticCache
+
+from .. import compat
+from .layers import LAYER_KINDS
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel
+
+PROBE_TOKENS = 5
+PROBE_PREFIX = 4
+# Largest difference of logits, in standard deviations of the logits, that rounding explains.
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+PROBE_TOLERANCE_16_BIT = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Supported:
+    """The check passed."""
+
+    supported: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """The check failed: `reason` says why, `hint` what to do instead."""
+
+    reason: str
+    hint: str
+    supported: bool = False
+
+
+Support = Supported | Unsupported
+
+DEFAULT_CACHE_HINT = "Leave cache_implementation and cache unset, or pass a DynamicCache"
+UNSUPPORTED_CACHES: dict[type, str] = {
+    EncoderDecoderCache: "an encoder-decoder cache has no chain of thought to fork",
+    QuantizedCache: "a quantized cache cannot drop rejected tokens without re-quantizing others",
+    StaticCache: "a static cache has no room for candidates and cannot be forked in place",
+}
+
+
+def cache_support(cache: object) -> Support:
+    """Whether a cache can be rolled back and forked exactly.
+
+    Args:
+        cache (`Cache` or `None`): What the model's forward will be given.
+
+    Returns:
+        `Supported` or `Unsupported`: The latter names the cache class or the layer classes.
+    """
+    if cache is None:
+        return Unsupported("the model runs without a cache", "Pass use_cache=True to generate")
+    if not isinstance(cache, Cache):
+        reason = f"a cache of type {type(cache).__name__} is not a transformers Cache"
+        return Unsupported(reason, DEFAULT_CACHE_HINT)
+    for cache_type, reason in UNSUPPORTED_CACHES.items():
+        if isinstance(cache, cache_type):
+            return Unsupported(reason, DEFAULT_CACHE_HINT)
+    if cache.offloading:
+        reason = "an offloaded cache moves layers between devices during the forward"
+        return Unsupported(reason, DEFAULT_CACHE_HINT)
+    unknown = sorted({type(layer).__name__ for layer in cache.layers} - _known_layer_names())
+    if unknown:
+        reason = f"cache layers of type {', '.join(unknown)} cannot be rolled back and forked"
+        return Unsupported(reason, "Use plain generate for this model")
+    return Supported()
+
+
+def _known_layer_names() -> set[str]:
+    return {layer_type.__name__ for layer_type in LAYER_KINDS}
+
+
+_probed: weakref.WeakKeyDictionary[PreTrainedModel, Support] = weakref.WeakKeyDictionary()
+
+
+def multi_token_support(model: PreTrainedModel, generation_config: GenerationConfig) -> Support:
+    """Whether feeding several tokens on a filled cache equals feeding them one by one.
+
+    Some model classes restart or approximate a state when several tokens meet a filled cache. The
+    first call per model compares 5 tokens at once with 5 single steps; later calls reuse the answer.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        generation_config (`GenerationConfig`): Says which cache `generate` would use.
+
+    Returns:
+        `Supported` or `Unsupported`: The latter states the largest difference.
+    """
+    if model not in _probed:
+        _probed[model] = _probe(model, generation_config)
+    return _probed[model]
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel, generation_config: GenerationConfig) -> Support:
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    length = PROBE_PREFIX + PROBE_TOKENS
+    ids = torch.randint(1, min(vocab_size, 1000), (1, length), generator=generator)
+    ids = ids.to(model.device)
+    single = _probe_logits(model, generation_config, ids, [1] * PROBE_TOKENS)
+    block = _probe_logits(model, generation_config, ids, [PROBE_TOKENS])
+    difference = ((single - block).abs().max() / single.std().clamp_min(1e-6)).item()
+    tolerance = PROBE_TOLERANCE.get(model.dtype, PROBE_TOLERANCE_16_BIT)
+    if difference <= tolerance:
+        return Supported()
+    reason = (
+        f"{type(model).__name__} gives other logits for {PROBE_TOKENS} tokens at once than for "
+        f"{PROBE_TOKENS} single steps (difference {difference:.2g} standard deviations)"
+    )
+    return Unsupported(reason, "Use plain generate for this model")
+
+
+def _probe_logits(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig,
+    ids: torch.Tensor,
+    blocks: list[int],
+) -> torch.Tensor:
+    """Logits [PROBE_TOKENS, V] of the last tokens of `ids`, fed in blocks of the given sizes."""
+    model_kwargs: dict[str, Any] = {"use_cache": True}
+    cache = compat.prepare_cache(model, generation_config, ids.shape[1])
+    if cache is not None:
+        model_kwargs["cache"] = cache
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    logits = []
+    end = 0
+    for n_tokens in [PROBE_PREFIX, *blocks]:
+        end += n_tokens
+        kwargs = {**model_kwargs, "position_ids": positions[:, :end]}
+        outputs = compat.forward(model, ids[:, :end], n_tokens, kwargs)
+        model_kwargs["cache"] = outputs.cache
+        logits.append(outputs.logits[0, -n_tokens:].float())
+    return torch.cat(logits[1:])

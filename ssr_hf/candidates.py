@@ -1,0 +1,161 @@
+"""What a round offers for verification: the draft first, then spans that were seen before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from .config import SuffixConfig
+from .markers import Phase, PhaseTracker
+from .records import NO_CANDIDATES, Candidates, Draft, Verdict
+from .suffix_index import SuffixIndex
+
+if TYPE_CHECKING:
+    from .config import SelfSpeculationConfig
+    from .tokens import TokenSequence
+
+
+class SuffixCandidateGenerator(CandidateGenerator):
+    """Proposes spans that followed the longest matching suffix of the text (SuffixDecoding, arXiv
+    2411.04975), in the host's `CandidateGenerator` contract.
+
+    Args:
+        config (`SuffixConfig`, *optional*): Match depth, span length, sources.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from ssr_hf import SuffixCandidateGenerator
+    >>> generator = SuffixCandidateGenerator()
+    >>> candidate_ids, _ = generator.get_candidates(torch.tensor([[1, 2, 3, 9, 1, 2]]))
+    >>> candidate_ids[0, 6:].tolist()[:2]
+    [3, 9]
+
+    ```
+    """
+
+    def __init__(self, config: SuffixConfig | None = None) -> None:
+        self.config = config or SuffixConfig()
+        self._index = SuffixIndex(max_match=self.config.max_match, sources=self.config.sources)
+        self._n_seen = 0
+
+    def add(self, source: str, token_ids: Iterable[int]) -> None:
+        """Appends tokens to one source; sources that the config leaves out are ignored."""
+        if source in self.config.sources:
+            self._index.append(source, token_ids)
+
+    def add_draft(self, draft: Draft) -> None:
+        """Adds a draft as a text of its own."""
+        if "draft" in self.config.sources:
+            self._index.start("draft")
+            self._index.append("draft", draft.token_ids)
+
+    def propose(self, context: Sequence[int], room: int) -> Candidates:
+        """A span that may follow `context`, of at most `room` tokens."""
+        config = self.config
+        span = self._index.propose(
+            context,
+            max_tokens=min(config.max_tokens, room),
+            factor=config.factor,
+            min_probability=config.min_probability,
+        )
+        return NO_CANDIDATES if span is None else Candidates(span.token_ids, "suffix")
+
+    def get_candidates(
+        self, input_ids: torch.LongTensor, **kwargs: Any
+    ) -> tuple[torch.LongTensor, None]:
+        """The host's contract: `input_ids` `[1, T]` followed by the proposed tokens.
+
+        The first call takes its text as the prompt, later calls what was added as the answer.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, T)`): The committed text.
+
+        Returns:
+            `tuple[torch.LongTensor, None]`: Ids `[1, T + m]`, and no logits.
+        """
+        token_ids: list[int] = input_ids[0].tolist()
+        self.add("answer" if self._n_seen else "prompt", token_ids[self._n_seen :])
+        self._n_seen = len(token_ids)
+        candidates = self.propose(token_ids, room=self.config.max_tokens)
+        new_ids = input_ids.new_tensor([candidates.token_ids])
+        return torch.cat([input_ids, new_ids], dim=1), None  # type: ignore[return-value]
+
+    def update_candidate_strategy(
+        self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int
+    ) -> None:
+        """The host's contract; committed tokens are read from the next `get_candidates`."""
+
+
+class Proposer:
+    """Chooses the candidates of each round from the phase, the newest draft and the suffix index.
+
+    Args:
+        config (`SelfSpeculationConfig`): What may be proposed.
+        tracker (`PhaseTracker`): The phase; `observe` moves it on.
+        sequence (`TokenSequence`): The committed text.
+        longest_text (`int`): Most tokens the text may have, prompt included.
+    """
+
+    def __init__(
+        self,
+        config: SelfSpeculationConfig,
+        tracker: PhaseTracker,
+        sequence: TokenSequence,
+        longest_text: int,
+    ) -> None:
+        self._config = config
+        self._tracker = tracker
+        self._sequence = sequence
+        self._longest_text = longest_text
+        self._generator = SuffixCandidateGenerator(config.suffix)
+        self._unverified: Draft | None = None
+        if config.proposes_spans:
+            self._generator.add("prompt", sequence.token_ids)
+
+    def propose(self) -> Candidates:
+        """The candidates of the next round."""
+        # The model adds one token of its own to whatever is accepted.
+        room = self._longest_text - len(self._sequence) - 1
+        phase = self._tracker.phase
+        if room < 1 or self._config.reuse == "none":
+            return NO_CANDIDATES
+        if phase is Phase.CLOSING:
+            return Candidates(self._tracker.remaining_closing()[:room], "marker")
+        if phase is Phase.ANSWERING and self._unverified is not None:
+            return self._whole_draft(room)
+        if not self._config.proposes_spans:
+            return NO_CANDIDATES
+        if phase is Phase.THINKING and not self._config.suffix.speculates_while_thinking:
+            return NO_CANDIDATES
+        return self._generator.propose(self._sequence.token_ids, room)
+
+    def _whole_draft(self, room: int) -> Candidates:
+        """The draft from where the answer stands, if the answer has followed it so far."""
+        draft = self._unverified
+        assert draft is not None, "only called with a draft at hand"
+        self._unverified = None
+        n_answer = self._tracker.n_answer
+        answer = tuple(self._sequence.token_ids[-n_answer:]) if n_answer else ()
+        if draft.token_ids[:n_answer] != answer:
+            return NO_CANDIDATES
+        return Candidates(draft.token_ids[n_answer:][:room], "draft")
+
+    def add_draft(self, draft: Draft) -> None:
+        """Takes a draft that ended; it replaces older ones for prefix verification."""
+        if self._config.verifies_prefix:
+            self._unverified = draft
+        if self._config.proposes_spans:
+            self._generator.add_draft(draft)
+
+    def observe(self, verdict: Verdict) -> None:
+        """Follows a commit: moves the phase on and indexes what was written."""
+        for token_id in verdict.token_ids:
+            phase = self._tracker.push(token_id)
+            if self._config.proposes_spans:
+                thinking = phase in (Phase.THINKING, Phase.CLOSING)
+                self._generator.add("thinking" if thinking else "answer", (token_id,))

@@ -1,0 +1,117 @@
+"""The only file that knows versions and private methods of transformers.
+
+Everything the decoding loop needs of the host beyond its public surface is named here once, so that
+a new release of transformers is met by changing this file.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import (
+    EosTokenCriteria,
+    LogitsProcessor,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation import logits_process
+
+if TYPE_CHECKING:
+    from transformers import Cache, GenerationConfig, PreTrainedModel
+    from transformers.utils import ModelOutput
+
+    ModelKwargs = dict[str, Any]
+
+# Keyword arguments with one entry per token; every other argument of a forward has no length.
+PER_TOKEN_KWARGS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+
+# Processors whose result depends on their arguments alone, so that a draft may call them, too.
+SIDE_EFFECT_FREE_PROCESSORS: tuple[type[LogitsProcessor], ...] = (
+    logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor,
+    logits_process.RepetitionPenaltyLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor,
+    logits_process.NoBadWordsLogitsProcessor,
+    logits_process.SequenceBiasLogitsProcessor,
+    logits_process.SuppressTokensLogitsProcessor,
+    logits_process.InfNanRemoveLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor,
+    logits_process.ExponentialDecayLengthPenalty,
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.MinPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+)
+
+
+def prefill(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: ModelKwargs,
+) -> ModelOutput:
+    """Runs the prompt exactly as `generate` does: prefilled caches, embeddings, chunks, images."""
+    return model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
+
+
+def grow_kwargs(
+    model: PreTrainedModel, model_kwargs: ModelKwargs, n_tokens: int, outputs: ModelOutput | None
+) -> ModelKwargs:
+    """`model_kwargs` for `n_tokens` more tokens: mask, positions and token types."""
+    grown = dict(model_kwargs)
+    if n_tokens == 0:
+        return grown
+    return model._update_model_kwargs_for_generation(
+        {} if outputs is None else outputs, grown, num_new_tokens=n_tokens
+    )
+
+
+def forward(
+    model: PreTrainedModel, input_ids: torch.Tensor, n_tokens: int, model_kwargs: ModelKwargs
+) -> ModelOutput:
+    """One forward of the last `n_tokens` of `input_ids` on the cache, logits at each of them."""
+    inputs = model.prepare_inputs_for_generation(
+        input_ids, next_sequence_length=n_tokens, **model_kwargs
+    )
+    if "logits_to_keep" in inputs:
+        inputs["logits_to_keep"] = n_tokens
+    return model(**inputs, return_dict=True)
+
+
+def prepare_cache(
+    model: PreTrainedModel, generation_config: GenerationConfig, max_length: int
+) -> Cache | None:
+    """The cache that `generate` would make for this model; None where the model makes its own."""
+    model_kwargs: ModelKwargs = {}
+    mode = generation_config.get_generation_mode()
+    model._prepare_cache_for_generation(generation_config, model_kwargs, mode, 1, max_length)
+    return model_kwargs.get("cache")
+
+
+def decode_optimisation(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """The host's own switch to kernels for decoding (mixture-of-experts models)."""
+    return model._optimize_model_for_decode()
+
+
+def end_and_length_only(criteria: StoppingCriteriaList) -> tuple[frozenset[int], int] | None:
+    """End-of-sequence ids and maximum length, if `criteria` ask for nothing else.
+
+    Returns:
+        `tuple[frozenset[int], int]` or `None`: None where another criterion has to be called for
+        every token.
+    """
+    eos_token_ids: set[int] = set()
+    max_length = 2**62
+    for criterion in criteria:
+        if type(criterion) is EosTokenCriteria:
+            eos_token_ids.update(criterion.eos_token_id.flatten().tolist())
+        elif type(criterion) is MaxLengthCriteria:
+            max_length = min(max_length, criterion.max_length)
+        else:
+            return None
+    return frozenset(eos_token_ids), max_length

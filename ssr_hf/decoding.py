@@ -1,0 +1,97 @@
+"""The decoding loop of SSR, self-speculation for reasoning models, on one page.
+
+A round offers candidates, judges them in one forward, commits what the model would have written
+anyway, and rolls the cache back to it. Drafts are answers written from a partial chain of thought
+while thinking goes on: they are opened at branch points, ride in a lane, and are offered as a whole
+when the answer begins (prefix verification); after that, spans of them and of everything else that
+was seen are offered by longest suffix match (suffix decoding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import compat
+from .records import NO_CANDIDATES, Candidates, Verdict
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import GenerationConfig
+
+    from .candidates import Proposer
+    from .commit import Committer
+    from .drafting import DraftSchedule
+    from .lanes import Lane
+    from .markers import PhaseTracker
+    from .stats import Recorder
+    from .target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class SelfSpeculativeDecoding:
+    """The parts of one generation.
+
+    Args:
+        target (`Target`): The model and its cache.
+        committer (`Committer`): Turns logits into emitted tokens.
+        proposer (`Proposer`): Chooses candidates.
+        lane (`Lane`): Runs drafts.
+        schedule (`DraftSchedule`): Opens and collects drafts.
+        tracker (`PhaseTracker`): Thinking, closing or answering.
+        recorder (`Recorder`): Counts and times.
+        keeps_cache (`bool`): Whether the cache outlives the call.
+    """
+
+    target: Target
+    committer: Committer
+    proposer: Proposer
+    lane: Lane
+    schedule: DraftSchedule
+    tracker: PhaseTracker
+    recorder: Recorder
+    keeps_cache: bool
+
+    def run(self, generation_config: GenerationConfig) -> None:
+        """Generates until a stopping criterion holds. Leaves the cache as plain `generate` would."""
+        try:
+            self.prefill(generation_config)
+            with compat.decode_optimisation(self.target.model):
+                while not self.committer.finished:
+                    self.round()
+                if self.keeps_cache:
+                    self.target.settle()
+        finally:
+            self.lane.close()
+            self.target.recover()
+
+    def prefill(self, generation_config: GenerationConfig) -> None:
+        """Reads the prompt and commits the first token."""
+        self.recorder.begin_round()
+        target_logits = self.target.prefill(generation_config)
+        self.commit(target_logits, NO_CANDIDATES, phase="prefill")
+
+    def round(self) -> None:
+        """Offers candidates, judges them in one forward, commits."""
+        self.recorder.begin_round()
+        phase = self.tracker.phase.value
+        candidates = self.choose()
+        target_logits = self.lane.forward(candidates)
+        self.commit(target_logits, candidates, phase)
+
+    def choose(self) -> Candidates:
+        """Candidates for the next round; none while a draft rides in the parent's forward."""
+        if self.lane.is_open and self.lane.holds_rounds:
+            return NO_CANDIDATES
+        return self.proposer.propose()
+
+    def commit(self, target_logits: torch.Tensor, candidates: Candidates, phase: str) -> None:
+        """Commits a round and lets cache, phase, statistics and drafts follow."""
+        rows = self.lane.rows
+        verdict: Verdict = self.committer.commit(target_logits, candidates)
+        self.target.keep(len(verdict.token_ids))
+        self.proposer.observe(verdict)
+        self.recorder.end_round(phase, candidates, verdict, rows)
+        draft = self.schedule.advance(verdict.finished)
+        if draft is not None:
+            self.proposer.add_draft(draft)

@@ -1,0 +1,125 @@
+"""When to branch, which draft wins, when a draft is given up: the multi-stage schedule of SSR."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .lanes import DraftRules, DraftWriter, Lane
+from .markers import Phase, PhaseTracker
+from .records import BranchPoint, Draft, DraftStatus
+
+if TYPE_CHECKING:
+    from .config import SelfSpeculationConfig
+    from .stats import Recorder
+    from .tokens import TokenSequence
+
+# A draft of fewer tokens cannot pay for its fork.
+SHORTEST_DRAFT = 2
+
+
+class DraftSchedule:
+    """Opens, collects and cancels drafts between rounds.
+
+    Args:
+        config (`SelfSpeculationConfig`): Budgets, interval, longest draft.
+        lane (`Lane`): Runs the drafts.
+        tracker (`PhaseTracker`): Says how far thinking is.
+        sequence (`TokenSequence`): The parent's text.
+        rules (`DraftRules`): What holds for every draft.
+        max_length (`int`): Most tokens of the whole text, prompt included.
+        recorder (`Recorder`): Told about every draft that ended.
+    """
+
+    def __init__(
+        self,
+        config: SelfSpeculationConfig,
+        lane: Lane,
+        tracker: PhaseTracker,
+        sequence: TokenSequence,
+        rules: DraftRules,
+        max_length: int,
+        recorder: Recorder,
+    ) -> None:
+        self._config = config
+        self._lane = lane
+        self._tracker = tracker
+        self._sequence = sequence
+        self._rules = rules
+        self._max_length = max_length
+        self._recorder = recorder
+        self._stage = 0
+        self._opened_at = 0.0
+        self._block = tracker.blocks
+        self._next_budget: int | None = self._budget_after(0)
+        self.newest: Draft | None = None
+
+    def advance(self, finished: bool) -> Draft | None:
+        """Follows a commit: collects a draft that ended, cancels a stale one, branches when due.
+
+        Args:
+            finished (`bool`): Whether the generation has ended.
+
+        Returns:
+            `Draft` or `None`: The usable draft that ended now, if one did.
+        """
+        thinking = self._tracker.phase is Phase.THINKING and not finished
+        ended = None
+        if self._lane.is_open and (not thinking or self._lane_finished()):
+            ended = self._collect(finished)
+        if self._block != self._tracker.blocks:
+            self._begin_block()
+        if thinking and not self._lane.is_open and self._is_due():
+            self._branch()
+        return ended
+
+    def _lane_finished(self) -> bool:
+        return self._lane.writer is not None and self._lane.writer.finished
+
+    def _collect(self, finished: bool) -> Draft | None:
+        draft = self._lane.collect(DraftStatus.DISCARDED if finished else DraftStatus.CUT)
+        if not draft.token_ids:
+            draft = Draft(draft.branch_point, (), DraftStatus.DISCARDED, 0, draft.forwards)
+        self._recorder.draft(draft, self._recorder.now() - self._opened_at)
+        if draft.status is DraftStatus.DISCARDED:
+            return None
+        self.newest = draft
+        return draft
+
+    def _begin_block(self) -> None:
+        """Thinking was opened again: drafts of the block before answer another question."""
+        self._block = self._tracker.blocks
+        self._next_budget = self._budget_after(0)
+        self.newest = None
+
+    def _budget_after(self, thinking_tokens: int) -> int | None:
+        """The first branch point behind `thinking_tokens`, in thinking tokens."""
+        if not self._config.drafts:
+            return None
+        budgets = self._config.draft_budgets
+        for budget in budgets:
+            if budget > thinking_tokens:
+                return budget
+        interval = self._config.draft_interval
+        if interval is None:
+            return None
+        return thinking_tokens + interval - (thinking_tokens - budgets[-1]) % interval
+
+    def _is_due(self) -> bool:
+        return self._next_budget is not None and self._tracker.n_thinking >= self._next_budget
+
+    def _branch(self) -> None:
+        n_thinking = self._tracker.n_thinking
+        self._next_budget = self._budget_after(n_thinking)
+        max_tokens = min(self._config.max_draft_tokens, self._longest_answer())
+        if max_tokens < SHORTEST_DRAFT:
+            self._next_budget = None
+            return
+        branch_point = BranchPoint(n_thinking, len(self._sequence), self._stage)
+        self._stage += 1
+        self._opened_at = self._recorder.now()
+        writer = DraftWriter(branch_point, self._sequence, self._rules, max_tokens)
+        self._lane.open(writer, self.newest)
+
+    def _longest_answer(self) -> int:
+        """Tokens of the longest answer that can still follow if thinking ended now."""
+        return self._max_length - len(self._sequence) - len(self._rules.closing_ids)

@@ -1,0 +1,13 @@
+"""Lanes: the ways to run drafts, by name. To add one, write a module and add a row here."""
+
+from __future__ import annotations
+
+from .base import DraftRules, DraftWriter, Lane
+from .lockstep import LockstepLane
+from .sequential import SequentialLane
+
+LANE_TYPES: dict[str, type[Lane]] = {
+    lane.name: lane for lane in (LockstepLane, SequentialLane)
+}
+
+__all__ = ["LANE_TYPES", "DraftRules", "DraftWriter", "Lane"]

@@ -1,0 +1,195 @@
+"""What a lane is: a way to run drafts. Lanes differ in how they draft, never in what they draft."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from ..records import NO_CANDIDATES, BranchPoint, Candidates, Draft, DraftStatus
+from ..tokens import TokenSequence
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessorList
+
+    from ..target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRules:
+    """What holds for every draft of one generation.
+
+    Args:
+        closing_ids (`tuple[int, ...]`): The end-of-thinking marker that a draft appends.
+        eos_token_ids (`frozenset[int]`): Tokens that end a draft.
+        logits_processor (`LogitsProcessorList`): Only processors without side effects.
+    """
+
+    closing_ids: tuple[int, ...]
+    eos_token_ids: frozenset[int]
+    logits_processor: LogitsProcessorList
+
+
+class DraftWriter:
+    """The text of one draft while it is written: greedy, on its own copy of the text so far.
+
+    Args:
+        branch_point (`BranchPoint`): Where thinking was forked.
+        text (`TokenSequence`): The parent's text at the fork; it is copied.
+        rules (`DraftRules`): Marker, ends and processors.
+        max_tokens (`int`): Longest draft, in tokens.
+    """
+
+    def __init__(
+        self, branch_point: BranchPoint, text: TokenSequence, rules: DraftRules, max_tokens: int
+    ) -> None:
+        self.branch_point = branch_point
+        self.sequence = TokenSequence(text.ids)
+        self.sequence.append(rules.closing_ids)
+        self.inherited = 0
+        self.forwards = 0
+        self._rules = rules
+        self._start = len(self.sequence)
+        self._end = self._start + max_tokens
+        self.status: DraftStatus | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The draft so far, without the marker."""
+        return tuple(self.sequence.token_ids[self._start :])
+
+    @property
+    def room(self) -> int:
+        """Tokens that the draft may still write."""
+        return self._end - len(self.sequence)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the draft ended by itself."""
+        return self.status is not None
+
+    def write(self, logits: torch.Tensor, candidates: Candidates = NO_CANDIDATES) -> int:
+        """Appends the tokens that `logits` select, up to the first that differs from a candidate.
+
+        Args:
+            logits (`torch.Tensor` of shape `(1, m + 1, V)`): Judging `m` candidates.
+            candidates (`Candidates`): What was offered.
+
+        Returns:
+            `int`: Tokens written, at least one.
+        """
+        self.forwards += 1
+        offered = candidates.token_ids
+        for position in range(len(offered) + 1):
+            token_id = self._select(logits[:, position])
+            self.sequence.append((token_id,))
+            self._update_status(token_id)
+            if self.finished or position == len(offered) or token_id != offered[position]:
+                return position + 1
+        raise AssertionError("the loop returns at the last position")
+
+    def _select(self, position_logits: torch.Tensor) -> int:
+        if len(self._rules.logits_processor) == 0:
+            return int(position_logits.argmax(dim=-1).item())
+        scores = position_logits.to(
+            copy=True, dtype=torch.float32, device=self.sequence.device
+        )
+        scores = self._rules.logits_processor(self.sequence.ids, scores)
+        return int(scores.argmax(dim=-1).item())
+
+    def _update_status(self, token_id: int) -> None:
+        if token_id in self._rules.eos_token_ids:
+            self.status = DraftStatus.COMPLETE
+        elif len(self.sequence) >= self._end:
+            self.status = DraftStatus.FULL
+
+    def draft(self, fallback: DraftStatus) -> Draft:
+        """The draft as it stands; `fallback` is its status if it did not end by itself."""
+        return Draft(
+            branch_point=self.branch_point,
+            token_ids=self.token_ids,
+            status=self.status or fallback,
+            inherited=self.inherited,
+            forwards=self.forwards,
+        )
+
+
+def inherit(child: Target, writer: DraftWriter, previous: Draft | None) -> None:
+    """First forward of a draft: reads the marker and verifies the previous draft, if there is one.
+
+    The previous draft was written from a shorter chain of thought; the prefix that still holds is
+    kept (bootstrapped drafting, SSR appendix C).
+    """
+    candidates = NO_CANDIDATES
+    if previous is not None:
+        candidates = Candidates(previous.token_ids[: writer.room - 1], "draft")
+    n_written = writer.write(child.forward(candidates.token_ids), candidates)
+    child.keep(n_written)
+    writer.inherited = n_written - 1
+
+
+def write_draft(
+    child: Target,
+    writer: DraftWriter,
+    previous: Draft | None,
+    cancelled: Callable[[], bool],
+) -> None:
+    """Writes a whole draft on an independent target, one forward per token."""
+    inherit(child, writer, previous)
+    while not writer.finished and not cancelled():
+        child.keep(writer.write(child.forward()))
+
+
+class Lane(ABC):
+    """Runs at most one draft at a time beside the parent.
+
+    A lane never changes the parent's text, and leaves the parent's cache holding exactly the
+    parent's committed tokens whenever no draft is open.
+
+    Args:
+        target (`Target`): The parent.
+    """
+
+    name: ClassVar[str]
+    # Whether the parent's rounds must be single tokens while a draft is open.
+    holds_rounds: ClassVar[bool] = False
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.writer: DraftWriter | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a draft is being written or waits to be collected."""
+        return self.writer is not None
+
+    @property
+    def rows(self) -> int:
+        """Batch rows of the next round's forward."""
+        return 1
+
+    @abstractmethod
+    def open(self, writer: DraftWriter, previous: Draft | None) -> None:
+        """Starts a draft. The parent's text at this moment is `writer`'s prefix."""
+
+    def forward(self, candidates: Candidates) -> torch.Tensor:
+        """The parent's forward of this round; a draft may ride in it.
+
+        Returns:
+            `torch.Tensor` of shape `(1, m + 1, V)`: The parent's logits.
+        """
+        return self.target.forward(candidates.token_ids)
+
+    def collect(self, fallback: DraftStatus) -> Draft:
+        """Ends the open draft and returns it; `fallback` is its status if it had not ended."""
+        writer = self.writer
+        assert writer is not None, "collect is only called while a draft is open"
+        self.close()
+        return writer.draft(fallback)
+
+    def close(self) -> None:
+        """Stops the open draft, if any, and releases everything it holds. Idempotent."""
+        self.writer = None

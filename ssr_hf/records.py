@@ -1,0 +1,76 @@
+"""The immutable values that the parts of the decoding loop hand to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class BranchPoint:
+    """Where thinking was forked.
+
+    Args:
+        thinking_tokens (`int`): Tokens of the current thinking block at the fork.
+        position (`int`): Tokens of the whole text, prompt included, at the fork.
+        stage (`int`): 0 for the first draft of a generation, 1 for the second, ...
+    """
+
+    thinking_tokens: int
+    position: int
+    stage: int
+
+
+class DraftStatus(str, Enum):
+    """How a draft ended."""
+
+    COMPLETE = "complete"  # the child wrote an end-of-sequence token
+    FULL = "full"  # `max_draft_tokens` were written
+    CUT = "cut"  # thinking ended first; what was written so far is used
+    DISCARDED = "discarded"  # nothing usable was written, or generation ended while thinking
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """An answer written from a partial chain of thought (SSR, "self-speculation").
+
+    Args:
+        branch_point (`BranchPoint`): Where thinking was forked.
+        token_ids (`tuple[int, ...]`): The answer so far, without the end-of-thinking marker.
+        status (`DraftStatus`): How it ended.
+        inherited (`int`): Leading tokens taken over from the previous draft (bootstrapping).
+        forwards (`int`): Forwards the draft caused or rode in.
+    """
+
+    branch_point: BranchPoint
+    token_ids: tuple[int, ...]
+    status: DraftStatus
+    inherited: int = 0
+    forwards: int = 0
+
+
+class Candidates(NamedTuple):
+    """Tokens offered for one verification.
+
+    `source` names who proposed them: `"draft"` (the whole draft, prefix verification), `"suffix"`
+    (a span of the suffix index), `"marker"` (the forced end-of-thinking marker) or `"none"`.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    source: str = "none"
+
+
+class Verdict(NamedTuple):
+    """What one round committed.
+
+    `token_ids` are the committed tokens: the accepted candidates, then the model's own next token.
+    `n_accepted` counts candidates that were committed, `finished` says that a criterion stopped.
+    """
+
+    token_ids: tuple[int, ...]
+    n_accepted: int
+    finished: bool
+
+
+NO_CANDIDATES = Candidates()

@@ -1,0 +1,192 @@
+"""The model together with its cache: what a forward needs, and nothing about the text's meaning.
+
+The cache holds a committed prefix. Committed tokens that it does not hold yet are *pending* and are
+fed with the next forward, in front of that round's candidates.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import compat
+from .cache.checkpoint import Checkpoint, stop_recording
+from .cache.fork import add_row, fork, join, retire_row, strip_padding
+
+if TYPE_CHECKING:
+    from transformers import Cache, GenerationConfig, PreTrainedModel
+    from transformers.utils import ModelOutput
+
+    from .tokens import TokenSequence
+
+
+class Target:
+    """Runs forwards for one generation and keeps its cache equal to the committed text.
+
+    Args:
+        model (`PreTrainedModel`): The model whose tokens are generated.
+        sequence (`TokenSequence`): The text; `Target` reads it, the commit rule writes it.
+        model_kwargs (`dict[str, Any]`): What `generate` prepared for the forward, cache included.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, sequence: TokenSequence, model_kwargs: dict[str, Any]
+    ) -> None:
+        self.model = model
+        self.sequence = sequence
+        self.n_pending = 0
+        self._kwargs = model_kwargs
+        self._checkpoint: Checkpoint | None = None
+        self._outputs: ModelOutput | None = None
+        self._lead = 0  # tokens by which a child row is longer than the parent
+
+    @property
+    def cache(self) -> Cache:
+        """The cache of the model; available after `prefill`."""
+        return self._kwargs["cache"]
+
+    @property
+    def outputs(self) -> ModelOutput:
+        """What the model returned last; valid until the next forward."""
+        assert self._outputs is not None, "no forward has run yet"
+        return self._outputs
+
+    def prefill(self, generation_config: GenerationConfig) -> torch.Tensor:
+        """Reads the prompt; returns the logits `[1, 1, V]` of its last position."""
+        self._outputs = compat.prefill(
+            self.model, self.sequence.ids, generation_config, self._kwargs
+        )
+        self._kwargs["cache"] = self._outputs.cache
+        return self._outputs.logits[:, -1:]
+
+    def forward(self, candidate_ids: tuple[int, ...] = ()) -> torch.Tensor:
+        """Feeds the pending tokens and the candidates.
+
+        Returns:
+            `torch.Tensor` of shape `(1, m + 1, V)`: Logits that judge each of the `m` candidates
+            and select the token after them.
+        """
+        n_candidates = len(candidate_ids)
+        self._checkpoint = None
+        if n_candidates:
+            self._checkpoint = Checkpoint(self.cache, self.n_pending + n_candidates)
+        input_ids = self.sequence.with_candidates(candidate_ids)
+        kwargs = compat.grow_kwargs(self.model, self._kwargs, n_candidates, None)
+        self._outputs = compat.forward(
+            self.model, input_ids, self.n_pending + n_candidates, kwargs
+        )
+        return self._outputs.logits[:, -n_candidates - 1 :]
+
+    def forward_with_child(self, child_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Feeds the pending tokens to row 0 and as many tokens of a child to row 1.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: Logits `[1, 1, V]` of the parent's and of the
+            child's last position.
+        """
+        parent = self.sequence.ids[:, -self.n_pending :]
+        child = torch.tensor([child_ids], dtype=parent.dtype, device=parent.device)
+        kwargs = self._two_row_kwargs()
+        rows = torch.cat([parent, child])
+        self._outputs = compat.forward(self.model, rows, self.n_pending, kwargs)
+        logits = self._outputs.logits
+        return logits[:1, -1:], logits[1:, -1:]
+
+    def keep(self, n_committed: int) -> None:
+        """Follows a commit of `n_committed` tokens after the last forward.
+
+        The last committed token is never in the cache yet: plain `generate` feeds it with the next
+        step, too.
+        """
+        n_kept = self.n_pending + n_committed - 1
+        n_in_cache = n_kept
+        if self._checkpoint is not None:
+            n_in_cache = self._checkpoint.keep(n_kept)
+            self._checkpoint = None
+        self.n_pending = n_kept - n_in_cache + 1
+        self._kwargs = compat.grow_kwargs(self.model, self._kwargs, n_committed, self._outputs)
+
+    def settle(self) -> None:
+        """Feeds pending tokens but the last, so that the cache is as plain `generate` leaves it."""
+        if self.n_pending <= 1:
+            return
+        n_tokens = self.n_pending - 1
+        kwargs = compat.grow_kwargs(self.model, self._kwargs, 0, None)
+        for name in compat.PER_TOKEN_KWARGS:
+            if kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name][..., :-1]
+        compat.forward(self.model, self.sequence.ids[:, :-1], n_tokens, kwargs)
+        self.n_pending = 1
+
+    def recover(self) -> None:
+        """Leaves no candidate, child row or recording in the cache after an exception."""
+        if self._checkpoint is not None:
+            self._checkpoint.restore()
+            self._checkpoint = None
+        if self._kwargs.get("cache") is not None:
+            stop_recording(self.cache)
+
+    def fork(self, sequence: TokenSequence) -> Target:
+        """An independent target on a forked cache.
+
+        Args:
+            sequence (`TokenSequence`): The committed text of this target and what follows it in the
+                fork; the tokens that follow are pending there.
+
+        Returns:
+            `Target`: Shares no state that either of the two writes.
+        """
+        n_added = len(sequence) - len(self.sequence)
+        kwargs = compat.grow_kwargs(self.model, self._kwargs, n_added, None)
+        child = Target(self.model, sequence, {**kwargs, "cache": fork(self.cache)})
+        child.n_pending = self.n_pending + n_added
+        return child
+
+    def add_child_row(self) -> None:
+        """Makes the cache hold the parent twice; row 1 is the child's."""
+        add_row(self.cache, self.model.device)
+
+    def join(self, child: Target, lead: int) -> None:
+        """Takes a child that is `lead` tokens longer as row 1 of this cache."""
+        self._lead = lead
+        join(self.cache, child.cache, lead)
+
+    def retire_child_row(self) -> None:
+        """Drops row 1 and the padding that came with it."""
+        retire_row(self.cache, self.model.device)
+        if self._lead:
+            strip_padding(self.cache, self._lead)
+            self._lead = 0
+
+    def _two_row_kwargs(self) -> dict[str, Any]:
+        kwargs = dict(self._kwargs)
+        for name in compat.PER_TOKEN_KWARGS:
+            value = kwargs.get(name)
+            if value is not None:
+                kwargs[name] = _two_rows(value)
+        if self._lead:
+            self._shift_child(kwargs)
+        return kwargs
+
+    def _shift_child(self, kwargs: dict[str, Any]) -> None:
+        """Masks the parent's left padding and moves the child's positions ahead by `lead`."""
+        length = len(self.sequence)
+        mask = kwargs.get("attention_mask")
+        if mask is None:
+            mask = torch.ones(2, length, dtype=torch.long, device=self.sequence.device)
+        padding = mask.new_zeros(1, self._lead)
+        parent = torch.cat([padding, mask[:1]], dim=1)
+        child = torch.cat([mask[1:], mask.new_ones(1, self._lead)], dim=1)
+        kwargs["attention_mask"] = torch.cat([parent, child])
+        if kwargs.get("position_ids") is not None:
+            positions = kwargs["position_ids"].clone()
+            positions[..., 1, :] += self._lead
+            kwargs["position_ids"] = positions
+
+
+def _two_rows(value: torch.Tensor) -> torch.Tensor:
+    """Repeats the batch row of `[1, T]` or `[planes, 1, T]`; `[1]` and scalars stay."""
+    repeats = [1] * value.dim()
+    repeats[-2] = 2
+    return value.repeat(*repeats)
