@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
+from .assets import load_tiny_reasoner, tiny_reasoner_prompts
 from .budget import ThinkingBudgetLogitsProcessor
 from .candidates import SuffixCandidateGenerator
 from .config import SelfSpeculationConfig, SuffixConfig
@@ -11,6 +12,7 @@ from .errors import ConfigError, MarkerError, SelfSpeculationError, UnsupportedE
 from .generation import disable, enable, self_speculative_decoding
 from .markers import ThinkingMarkers
 from .outputs import SelfSpeculativeOutput
+from .pacing import Profile
 from .stats import SpeculationStats
 
 __version__ = version("ssr-hf")
@@ -18,6 +20,7 @@ __version__ = version("ssr-hf")
 __all__ = [
     "ConfigError",
     "MarkerError",
+    "Profile",
     "SelfSpeculationConfig",
     "SelfSpeculationError",
     "SelfSpeculativeOutput",
@@ -30,5 +33,7 @@ __all__ = [
     "__version__",
     "disable",
     "enable",
+    "load_tiny_reasoner",
     "self_speculative_decoding",
+    "tiny_reasoner_prompts",
 ]

@@ -90,7 +90,7 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
         self.prompt_length = prompt_length
         self._known: _Known | None = None
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
         """Leaves only the forced token in the rows whose budget is spent.
 
         Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from .suffix_index import SuffixIndex
 
 if TYPE_CHECKING:
     from .config import SelfSpeculationConfig
+    from .pacing import Pacer
     from .tokens import TokenSequence
 
 
@@ -63,7 +65,9 @@ class SuffixCandidateGenerator(CandidateGenerator):
             factor=config.factor,
             min_probability=config.min_probability,
         )
-        return NO_CANDIDATES if span is None else Candidates(span.token_ids, "suffix")
+        if span is None:
+            return NO_CANDIDATES
+        return Candidates(span.token_ids, "suffix", match=span.match_length)
 
     def get_candidates(
         self, input_ids: torch.LongTensor, **kwargs: Any
@@ -99,6 +103,7 @@ class Proposer:
         tracker (`PhaseTracker`): The phase; `observe` moves it on.
         sequence (`TokenSequence`): The committed text.
         longest_text (`int`): Most tokens the text may have, prompt included.
+        pacer (`Pacer`): Says how many of the candidates are worth offering.
     """
 
     def __init__(
@@ -107,49 +112,68 @@ class Proposer:
         tracker: PhaseTracker,
         sequence: TokenSequence,
         longest_text: int,
+        pacer: Pacer,
     ) -> None:
         self._config = config
         self._tracker = tracker
         self._sequence = sequence
         self._longest_text = longest_text
+        self._pacer = pacer
         self._generator = SuffixCandidateGenerator(config.suffix)
         self._unverified: Draft | None = None
+        self._withheld: list[Draft] = []
         if config.proposes_spans:
             self._generator.add("prompt", sequence.token_ids)
 
-    def propose(self) -> Candidates:
-        """The candidates of the next round."""
+    def propose(self, n_pending: int) -> Candidates:
+        """The candidates of the next round, which feeds `n_pending` committed tokens as well."""
+        phase = self._tracker.phase
         # The model adds one token of its own to whatever is accepted.
         room = self._longest_text - len(self._sequence) - 1
-        phase = self._tracker.phase
         if room < 1 or self._config.reuse == "none":
             return NO_CANDIDATES
         if phase is Phase.CLOSING:
             return Candidates(self._tracker.remaining_closing()[:room], "marker")
-        if phase is Phase.ANSWERING and self._unverified is not None:
-            return self._whole_draft(room)
-        if not self._config.proposes_spans:
-            return NO_CANDIDATES
-        if phase is Phase.THINKING and not self._config.suffix.speculates_while_thinking:
-            return NO_CANDIDATES
-        return self._generator.propose(self._sequence.token_ids, room)
+        candidates = self._aligned_draft() if phase is Phase.ANSWERING else NO_CANDIDATES
+        if not candidates.token_ids and self._proposes_spans(phase):
+            candidates = self._generator.propose(self._sequence.token_ids, room)
+        candidates = candidates.first(min(room, len(candidates.token_ids)))
+        return self._pacer.trim(candidates, phase.value, n_pending)
 
-    def _whole_draft(self, room: int) -> Candidates:
-        """The draft from where the answer stands, if the answer has followed it so far."""
+    def _proposes_spans(self, phase: Phase) -> bool:
+        if phase is Phase.THINKING and not self._config.suffix.speculates_while_thinking:
+            return False
+        return self._config.proposes_spans
+
+    def _aligned_draft(self) -> Candidates:
+        """What the newest draft says next, as long as the answer has followed it word for word."""
         draft = self._unverified
-        assert draft is not None, "only called with a draft at hand"
-        self._unverified = None
-        n_answer = self._tracker.n_answer
-        answer = tuple(self._sequence.token_ids[-n_answer:]) if n_answer else ()
-        if draft.token_ids[:n_answer] != answer:
+        if draft is None:
             return NO_CANDIDATES
-        return Candidates(draft.token_ids[n_answer:][:room], "draft")
+        n_answer = self._tracker.n_answer
+        answer = self._sequence.token_ids[len(self._sequence) - n_answer :]
+        if n_answer < len(draft.token_ids) and draft.token_ids[:n_answer] == tuple(answer):
+            return Candidates(draft.token_ids[n_answer:], "draft", draft.proposals[n_answer:])
+        self._unverified = None
+        self._release()
+        return NO_CANDIDATES
+
+    def _release(self) -> None:
+        """Indexes the drafts that were withheld until one of them was verified."""
+        for draft in self._withheld:
+            self._generator.add_draft(draft)
+        self._withheld.clear()
 
     def add_draft(self, draft: Draft) -> None:
         """Takes a draft that ended; it replaces older ones for prefix verification."""
         if self._config.verifies_prefix:
             self._unverified = draft
-        if self._config.proposes_spans:
+        if not self._config.proposes_spans:
+            return
+        if draft.proposals:
+            # No decision may depend on a sampled draft before it is judged.
+            self._withheld.append(replace(draft, proposals=()))
+        else:
             self._generator.add_draft(draft)
 
     def observe(self, verdict: Verdict) -> None:

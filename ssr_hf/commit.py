@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
     from transformers.generation.streamers import BaseStreamer
 
+    from .acceptance import Proposal
     from .tokens import TokenSequence
 
 
@@ -89,7 +90,8 @@ class Committer:
         committed: list[int] = []
         finished = False
         for position in range(len(offered) + 1):
-            token_id, finished = self._step(target_logits[:, position])
+            proposal = candidates.proposal(position)
+            token_id, finished = self._step(target_logits[:, position], proposal)
             committed.append(token_id)
             matches = position < len(offered) and token_id == offered[position]
             if finished or not matches:
@@ -97,8 +99,10 @@ class Committer:
         n_accepted = _count_matches(committed, offered)
         return Verdict(tuple(committed), n_accepted, finished)
 
-    def _step(self, position_logits: torch.Tensor) -> tuple[int, bool]:
-        """One step of plain `generate` from logits `[1, V]`."""
+    def _step(
+        self, position_logits: torch.Tensor, proposal: Proposal | None
+    ) -> tuple[int, bool]:
+        """One step of plain `generate` from logits `[1, V]`; it judges a sampled candidate."""
         sequence = self.sequence
         next_logits = position_logits.to(copy=True, dtype=torch.float32, device=sequence.device)
         next_scores = self._logits_processor(sequence.ids, next_logits)
@@ -108,6 +112,8 @@ class Committer:
             self.logits += (next_logits,)
         if self._do_sample:
             probabilities = torch.nn.functional.softmax(next_scores, dim=-1)
+            if proposal is not None:
+                probabilities = proposal.judge(probabilities)
             next_token = torch.multinomial(probabilities, num_samples=1).squeeze(1)
         else:
             next_token = torch.argmax(next_scores, dim=-1)

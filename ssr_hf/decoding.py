@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .drafting import DraftSchedule
     from .lanes import Lane
     from .markers import PhaseTracker
+    from .pacing import Pacer
     from .stats import Recorder
     from .target import Target
 
@@ -38,6 +39,7 @@ class SelfSpeculativeDecoding:
         proposer (`Proposer`): Chooses candidates.
         lane (`Lane`): Runs drafts.
         schedule (`DraftSchedule`): Opens and collects drafts.
+        pacer (`Pacer`): Learns cost and acceptance from every round.
         tracker (`PhaseTracker`): Thinking, closing or answering.
         recorder (`Recorder`): Counts and times.
         keeps_cache (`bool`): Whether the cache outlives the call.
@@ -48,6 +50,7 @@ class SelfSpeculativeDecoding:
     proposer: Proposer
     lane: Lane
     schedule: DraftSchedule
+    pacer: Pacer
     tracker: PhaseTracker
     recorder: Recorder
     keeps_cache: bool
@@ -68,30 +71,38 @@ class SelfSpeculativeDecoding:
     def prefill(self, generation_config: GenerationConfig) -> None:
         """Reads the prompt and commits the first token."""
         self.recorder.begin_round()
+        n_prompt = len(self.target.sequence)
         target_logits = self.target.prefill(generation_config)
-        self.commit(target_logits, NO_CANDIDATES, phase="prefill")
+        self.commit(target_logits, NO_CANDIDATES, "prefill", n_prompt)
 
     def round(self) -> None:
         """Offers candidates, judges them in one forward, commits."""
         self.recorder.begin_round()
         phase = self.tracker.phase.value
         candidates = self.choose()
+        n_fed = self.target.n_pending + len(candidates.token_ids)
         target_logits = self.lane.forward(candidates)
-        self.commit(target_logits, candidates, phase)
+        self.commit(target_logits, candidates, phase, n_fed)
 
     def choose(self) -> Candidates:
         """Candidates for the next round; none while a draft rides in the parent's forward."""
         if self.lane.is_open and self.lane.holds_rounds:
             return NO_CANDIDATES
-        return self.proposer.propose()
+        return self.schedule.limit(self.proposer.propose(self.target.n_pending))
 
-    def commit(self, target_logits: torch.Tensor, candidates: Candidates, phase: str) -> None:
+    def commit(
+        self, target_logits: torch.Tensor, candidates: Candidates, phase: str, n_fed: int
+    ) -> None:
         """Commits a round and lets cache, phase, statistics and drafts follow."""
         rows = self.lane.rows
         verdict: Verdict = self.committer.commit(target_logits, candidates)
         self.target.keep(len(verdict.token_ids))
         self.proposer.observe(verdict)
-        self.recorder.end_round(phase, candidates, verdict, rows)
+        entry = self.recorder.end_round(phase, n_fed, candidates, verdict, rows)
+        self.pacer.observe(entry, candidates)
+        if candidates.source == "draft" and self.schedule.newest is not None:
+            stage = self.schedule.newest.branch_point.stage
+            self.recorder.prefix_verified(stage, verdict.n_accepted)
         draft = self.schedule.advance(verdict.finished)
         if draft is not None:
             self.proposer.add_draft(draft)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .lanes import DraftRules, DraftWriter, Lane
 from .markers import Phase, PhaseTracker
-from .records import BranchPoint, Draft, DraftStatus
+from .records import BranchPoint, Candidates, Draft, DraftStatus
 
 if TYPE_CHECKING:
     from .config import SelfSpeculationConfig
+    from .pacing import Pacer
     from .stats import Recorder
     from .tokens import TokenSequence
 
@@ -27,6 +29,7 @@ class DraftSchedule:
         sequence (`TokenSequence`): The parent's text.
         rules (`DraftRules`): What holds for every draft.
         max_length (`int`): Most tokens of the whole text, prompt included.
+        pacer (`Pacer`): Says whether a draft pays.
         recorder (`Recorder`): Told about every draft that ended.
     """
 
@@ -38,6 +41,7 @@ class DraftSchedule:
         sequence: TokenSequence,
         rules: DraftRules,
         max_length: int,
+        pacer: Pacer,
         recorder: Recorder,
     ) -> None:
         self._config = config
@@ -46,6 +50,7 @@ class DraftSchedule:
         self._sequence = sequence
         self._rules = rules
         self._max_length = max_length
+        self._pacer = pacer
         self._recorder = recorder
         self._stage = 0
         self._opened_at = 0.0
@@ -64,13 +69,36 @@ class DraftSchedule:
         """
         thinking = self._tracker.phase is Phase.THINKING and not finished
         ended = None
-        if self._lane.is_open and (not thinking or self._lane_finished()):
+        # A sampled draft gives way: the next branch point must not depend on when it ends.
+        replaced = self._rules.samples and self._is_due(self._tracker)
+        if self._lane.is_open and (not thinking or replaced or self._lane_finished()):
             ended = self._collect(finished)
+        elif self._lane.is_open and not self._pacer.lane_pays():
+            self._recorder.note("the draft was cut: riding along cost more than it could save")
+            ended = self._collect(finished)
+            self._next_budget = None
         if self._block != self._tracker.blocks:
             self._begin_block()
-        if thinking and not self._lane.is_open and self._is_due():
+        if thinking and not self._lane.is_open and self._is_due(self._tracker):
             self._branch()
         return ended
+
+    def limit(self, candidates: Candidates) -> Candidates:
+        """Ends a round of thinking where sampled drafts need it: see `acceptance`.
+
+        Args:
+            candidates (`Candidates`): What was chosen for the next round.
+
+        Returns:
+            `Candidates`: Those before the next branch point and the end of thinking.
+        """
+        if not self._rules.samples or self._tracker.phase is not Phase.THINKING:
+            return candidates
+        ahead = self._tracker.copy()
+        for n_before, token_id in enumerate(candidates.token_ids):
+            if ahead.push(token_id) is not Phase.THINKING or self._is_due(ahead):
+                return candidates.first(n_before)
+        return candidates
 
     def _lane_finished(self) -> bool:
         return self._lane.writer is not None and self._lane.writer.finished
@@ -79,7 +107,8 @@ class DraftSchedule:
         draft = self._lane.collect(DraftStatus.DISCARDED if finished else DraftStatus.CUT)
         if not draft.token_ids:
             draft = Draft(draft.branch_point, (), DraftStatus.DISCARDED, 0, draft.forwards)
-        self._recorder.draft(draft, self._recorder.now() - self._opened_at)
+        seconds = self._recorder.now() - self._opened_at
+        self._recorder.draft(replace(draft, proposals=()), seconds)
         if draft.status is DraftStatus.DISCARDED:
             return None
         self.newest = draft
@@ -104,14 +133,18 @@ class DraftSchedule:
             return None
         return thinking_tokens + interval - (thinking_tokens - budgets[-1]) % interval
 
-    def _is_due(self) -> bool:
-        return self._next_budget is not None and self._tracker.n_thinking >= self._next_budget
+    def _is_due(self, tracker: PhaseTracker) -> bool:
+        return self._next_budget is not None and tracker.n_thinking >= self._next_budget
 
     def _branch(self) -> None:
         n_thinking = self._tracker.n_thinking
         self._next_budget = self._budget_after(n_thinking)
         max_tokens = min(self._config.max_draft_tokens, self._longest_answer())
         if max_tokens < SHORTEST_DRAFT:
+            self._next_budget = None
+            return
+        if not self._pacer.drafts_pay():
+            self._recorder.note("no draft was taken: calls without drafts were cheaper per token")
             self._next_budget = None
             return
         branch_point = BranchPoint(n_thinking, len(self._sequence), self._stage)

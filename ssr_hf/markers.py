@@ -14,6 +14,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .errors import MarkerError, message
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Ids: TypeAlias = tuple[int, ...]
-MarkerSpec: TypeAlias = str | Sequence[int] | Sequence[str | Sequence[int]]
+MarkerSpec: TypeAlias = str | int | Sequence[int] | Sequence[str | Sequence[int]]
 
 
 class _Preset(NamedTuple):
@@ -158,7 +159,7 @@ class ThinkingMarkers:
                 )
             )
         for ids in (*self.start, *self.end):
-            if not ids or any(not isinstance(index, int) or index < 0 for index in ids):
+            if not ids or not all(_is_id(index) for index in ids):
                 raise MarkerError(
                     message(
                         f"{ids!r} is not a marker",
@@ -193,25 +194,24 @@ class ThinkingMarkers:
                 given cannot be written with it.
         """
         codec = TokenCodec(tokenizer)
+        preset: _Preset | None = None
         if end_of_thinking is None:
-            preset: _Preset | None = _discover(codec, _template_of(tokenizer))
-            end = _parse(codec, "end_of_thinking", list(preset.end) if preset else [])
-        else:
-            end = _parse(codec, "end_of_thinking", end_of_thinking)
+            preset = _discover(codec, _template_of(tokenizer))
+            end_of_thinking = preset.end
+        end = _parse(codec, "end_of_thinking", end_of_thinking)
+        if preset is None and end:
             preset = _preset_closed_by(codec, end[0].ids)
         if start_of_thinking is None:
-            start_of_thinking = [preset.start] if preset else []
+            start_of_thinking = preset.start if preset else ()
         start = _parse(codec, "start_of_thinking", start_of_thinking)
-        pause = frozenset(
-            index for text in (preset.pause if preset else ()) for index in codec.encode(text)
-        )
+        pause = [text for text in (preset.pause if preset else ()) if codec.is_atomic(text)]
         pieces = {index for marker in (*start, *end) for index in marker.ids}
         return cls(
             start=tuple(marker.ids for marker in start),
             end=tuple(marker.ids for marker in end),
             start_text=tuple(marker.text for marker in start),
             end_text=tuple(marker.text for marker in end),
-            pause=pause,
+            pause=frozenset(codec.encode(text)[0] for text in pause),
             boundaries=codec.boundaries - pieces,
             codec=codec,
         )
@@ -237,10 +237,8 @@ class _Marker(NamedTuple):
 
 def _parse(codec: TokenCodec, name: str, spec: MarkerSpec) -> tuple[_Marker, ...]:
     """Normalises what a user may pass for one argument into `(ids, text)` pairs."""
-    if isinstance(spec, str):
-        return (_from_text(codec, name, spec),)
-    items: list[Any] = list(spec)
-    if items and all(isinstance(item, int) for item in items):
+    items: list[Any] = [spec] if isinstance(spec, (str, int)) else list(spec)
+    if items and not any(isinstance(item, Sequence) for item in items):
         items = [items]
     return tuple(
         _from_text(codec, name, item) if isinstance(item, str) else _from_ids(codec, name, item)
@@ -261,18 +259,22 @@ def _from_text(codec: TokenCodec, name: str, text: str) -> _Marker:
     return _Marker(ids, text)
 
 
-def _from_ids(codec: TokenCodec, name: str, ids: Iterable[int]) -> _Marker:
-    checked = tuple(ids)
-    known = all(isinstance(index, int) and 0 <= index < len(codec) for index in checked)
-    if not checked or not known:
+def _from_ids(codec: TokenCodec, name: str, ids: Any) -> _Marker:
+    checked = tuple(ids) if isinstance(ids, Sequence) else ()
+    if not checked or not all(_is_id(index) and index < len(codec) for index in checked):
         raise MarkerError(
             message(
-                f"{name} holds {list(checked)!r}, which is not a sequence of token ids",
+                f"{name} holds {ids!r}, which is not a sequence of token ids",
                 f"Ids from 0 to {len(codec) - 1}, text, or a list of either are accepted",
                 f"Pass for instance {name}=tokenizer.encode('</think>', add_special_tokens=False)",
             )
         )
-    return _Marker(checked, "")
+    return _Marker(tuple(int(index) for index in checked), "")
+
+
+def _is_id(value: Any) -> bool:
+    """Integers of other libraries count as well, booleans do not."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
 def _matches(codec: TokenCodec) -> list[_Preset]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .acceptance import Proposal
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Draft:
         status (`DraftStatus`): How it ended.
         inherited (`int`): Leading tokens taken over from the previous draft (bootstrapping).
         forwards (`int`): Forwards the draft caused or rode in.
+        proposals (`tuple[Proposal, ...]`): What each token was drawn from; empty unless sampled.
     """
 
     branch_point: BranchPoint
@@ -48,6 +52,7 @@ class Draft:
     status: DraftStatus
     inherited: int = 0
     forwards: int = 0
+    proposals: tuple[Proposal, ...] = ()
 
 
 class Candidates(NamedTuple):
@@ -55,10 +60,26 @@ class Candidates(NamedTuple):
 
     `source` names who proposed them: `"draft"` (the whole draft, prefix verification), `"suffix"`
     (a span of the suffix index), `"marker"` (the forced end-of-thinking marker) or `"none"`.
+    `proposals` says what each token was drawn from where that is known, else it is empty.
+    `match` is the number of context tokens that a suffix span follows, 0 for other sources.
     """
 
     token_ids: tuple[int, ...] = ()
     source: str = "none"
+    proposals: tuple[Proposal, ...] = ()
+    match: int = 0
+
+    def proposal(self, position: int) -> Proposal | None:
+        """What the token at `position` was drawn from; None where it was not drawn."""
+        return self.proposals[position] if position < len(self.proposals) else None
+
+    def first(self, n_tokens: int) -> Candidates:
+        """The first `n_tokens` of these candidates."""
+        if n_tokens == 0:
+            return NO_CANDIDATES
+        return self._replace(
+            token_ids=self.token_ids[:n_tokens], proposals=self.proposals[:n_tokens]
+        )
 
 
 class Verdict(NamedTuple):

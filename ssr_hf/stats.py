@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,19 +17,27 @@ class Round(NamedTuple):
     """One forward and its commit.
 
     `phase` is the phase in which the round began (`"prefill"` for the prompt), `source` who
-    proposed its candidates, `n_proposed` how many, `n_accepted` how many of them were committed,
-    `n_committed` tokens emitted (the accepted ones and the model's own), `rows` 2 while a draft
-    rode in the same forward, `start` and `seconds` wall-clock time since the call began.
+    proposed its candidates, `n_fed` how many tokens the forward read, `n_proposed` how many of them
+    were candidates, `n_accepted` how many of those were committed, `n_committed` tokens emitted
+    (the accepted ones and the model's own), `rows` 2 while a draft rode in the same forward,
+    `start` and `seconds` wall-clock time since the call began.
     """
 
     phase: str
     source: str
+    n_fed: int
     n_proposed: int
     n_accepted: int
     n_committed: int
     rows: int
     start: float
     seconds: float
+
+    @property
+    def token_sources(self) -> tuple[str, ...]:
+        """Who proposed each emitted token: `source`, or `"model"` for the model's own."""
+        own = self.n_committed - self.n_accepted
+        return (self.source,) * self.n_accepted + ("model",) * own
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,7 @@ class DraftReport:
         status (`str`): `"complete"`, `"full"`, `"cut"` or `"discarded"`.
         accepted_prefix (`int`): Draft tokens committed when the draft was verified as a whole; 0
             where another draft was verified.
+        start (`float`): When thinking was forked, in seconds since the call began.
         seconds (`float`): Wall-clock time from the fork to the end of the draft.
     """
 
@@ -53,6 +62,7 @@ class DraftReport:
     n_inherited: int
     status: str
     accepted_prefix: int
+    start: float
     seconds: float
 
 
@@ -84,6 +94,15 @@ class SpeculationStats:
     def new_tokens(self) -> int:
         """Tokens emitted in all."""
         return sum(r.n_committed for r in self.rounds)
+
+    @property
+    def token_sources(self) -> tuple[str, ...]:
+        """Who proposed each emitted token, in order.
+
+        `"draft"` and `"suffix"` tokens were proposed and accepted, `"marker"` ones complete an end
+        marker, `"model"` ones were decoded one by one.
+        """
+        return tuple(source for r in self.rounds for source in r.token_sources)
 
     @property
     def forwards(self) -> int:
@@ -158,13 +177,19 @@ class SpeculationStats:
 
 
 class Recorder:
-    """Collects what `SpeculationStats` reports; it never synchronises a device."""
+    """Collects what `SpeculationStats` reports; it never synchronises a device.
 
-    def __init__(self) -> None:
+    Args:
+        on_round (`Callable[[Round], None]`, *optional*): Told about every round when it ends; its
+            own time is not counted.
+    """
+
+    def __init__(self, on_round: Callable[[Round], None] | None = None) -> None:
+        self._on_round = on_round
         self._origin = time.perf_counter()
         self._round_start = 0.0
         self._rounds: list[Round] = []
-        self._drafts: list[tuple[Draft, float]] = []
+        self._drafts: list[tuple[Draft, float, float]] = []
         self._accepted_prefix: dict[int, int] = {}
         self._notes: list[str] = []
 
@@ -177,12 +202,13 @@ class Recorder:
         self._round_start = self.now()
 
     def end_round(
-        self, phase: str, candidates: Candidates, verdict: Verdict, rows: int
+        self, phase: str, n_fed: int, candidates: Candidates, verdict: Verdict, rows: int
     ) -> Round:
         """Records the round that `begin_round` started."""
         entry = Round(
             phase=phase,
             source=candidates.source,
+            n_fed=n_fed,
             n_proposed=len(candidates.token_ids),
             n_accepted=verdict.n_accepted,
             n_committed=len(verdict.token_ids),
@@ -191,15 +217,17 @@ class Recorder:
             seconds=self.now() - self._round_start,
         )
         self._rounds.append(entry)
+        if self._on_round is not None:
+            self._on_round(entry)
         return entry
 
     def draft(self, draft: Draft, seconds: float) -> None:
         """Records a draft that ended."""
-        self._drafts.append((draft, seconds))
+        self._drafts.append((draft, self.now() - seconds, seconds))
 
     def prefix_verified(self, stage: int, n_accepted: int) -> None:
-        """Records how much of a draft was accepted when it was verified as a whole."""
-        self._accepted_prefix[stage] = n_accepted
+        """Records draft tokens that were accepted by prefix verification."""
+        self._accepted_prefix[stage] = self._accepted_prefix.get(stage, 0) + n_accepted
 
     def note(self, text: str) -> None:
         """Records a decision, once."""
@@ -219,7 +247,7 @@ class Recorder:
         )
 
     def _reports(self) -> Iterable[DraftReport]:
-        for draft, seconds in self._drafts:
+        for draft, start, seconds in self._drafts:
             stage = draft.branch_point.stage
             yield DraftReport(
                 stage=stage,
@@ -228,5 +256,6 @@ class Recorder:
                 n_inherited=draft.inherited,
                 status=DraftStatus(draft.status).value,
                 accepted_prefix=self._accepted_prefix.get(stage, 0),
+                start=start,
                 seconds=seconds,
             )

@@ -104,20 +104,19 @@ class _Automaton:
     def _split(self, node: int, token: int, known: int) -> int:
         """Move the contexts that `node` and its suffixes reach out of `known`, to a new state.
 
-        From now on they end at a place where the longer contexts of `known` do not.
+        They now end at a place where the longer contexts of `known` do not. `_record` always comes
+        next and makes the new state the leader wherever `known` was.
         """
-        transitions, link, leader = self.transitions, self.link, self.leader
+        transitions, link = self.transitions, self.link
         state = self._new_state(token, self.length[node] + 1)
         transitions[state] = transitions[known].copy()
         link[state] = link[known]
         self.count[state] = self.count[known]
         self.followed[state] = self.followed[known]
-        leader[state] = leader[known]
+        self.leader[state] = self.leader[known]
         link[known] = state
         while transitions[node].get(token) == known:
             transitions[node][token] = state
-            if leader[node] == known:
-                leader[node] = state
             if node == _ROOT:
                 break
             node = link[node]

@@ -28,10 +28,15 @@ class Target:
         model (`PreTrainedModel`): The model whose tokens are generated.
         sequence (`TokenSequence`): The text; `Target` reads it, the commit rule writes it.
         model_kwargs (`dict[str, Any]`): What `generate` prepared for the forward, cache included.
+        keeps_hidden_states (`bool`): Whether `hidden_states` is filled.
     """
 
     def __init__(
-        self, model: PreTrainedModel, sequence: TokenSequence, model_kwargs: dict[str, Any]
+        self,
+        model: PreTrainedModel,
+        sequence: TokenSequence,
+        model_kwargs: dict[str, Any],
+        keeps_hidden_states: bool = False,
     ) -> None:
         self.model = model
         self.sequence = sequence
@@ -40,6 +45,11 @@ class Target:
         self._checkpoint: Checkpoint | None = None
         self._outputs: ModelOutput | None = None
         self._lead = 0  # tokens by which a child row is longer than the parent
+        self._n_read = 0  # positions of the last forward that were known before it
+        # Per committed token the states of every layer, as plain `generate` returns them.
+        self.hidden_states: tuple[tuple[torch.Tensor, ...], ...] | None = (
+            () if keeps_hidden_states else None
+        )
 
     @property
     def cache(self) -> Cache:
@@ -76,6 +86,7 @@ class Target:
         self._outputs = compat.forward(
             self.model, input_ids, self.n_pending + n_candidates, kwargs
         )
+        self._n_read = self.n_pending
         return self._outputs.logits[:, -n_candidates - 1 :]
 
     def forward_with_child(self, child_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,6 +101,7 @@ class Target:
         kwargs = self._two_row_kwargs()
         rows = torch.cat([parent, child])
         self._outputs = compat.forward(self.model, rows, self.n_pending, kwargs)
+        self._n_read = self.n_pending
         logits = self._outputs.logits
         return logits[:1, -1:], logits[1:, -1:]
 
@@ -99,6 +111,8 @@ class Target:
         The last committed token is never in the cache yet: plain `generate` feeds it with the next
         step, too.
         """
+        if self.hidden_states is not None:
+            self.hidden_states += tuple(self._states_of(index) for index in range(n_committed))
         n_kept = self.n_pending + n_committed - 1
         n_in_cache = n_kept
         if self._checkpoint is not None:
@@ -106,6 +120,17 @@ class Target:
             self._checkpoint = None
         self.n_pending = n_kept - n_in_cache + 1
         self._kwargs = compat.grow_kwargs(self.model, self._kwargs, n_committed, self._outputs)
+
+    def _states_of(self, index: int) -> tuple[torch.Tensor, ...]:
+        """States `[1, 1, H]` that gave the `index`-th committed token; `[1, T, H]` for a prompt.
+
+        The last token that was known before the forward gave the first one.
+        """
+        layers = self.outputs.hidden_states
+        if self._n_read == 0:
+            return tuple(layers)
+        first = self._n_read - 1 + index
+        return tuple(states[:1, first : first + 1] for states in layers)
 
     def settle(self) -> None:
         """Feeds pending tokens but the last, so that the cache is as plain `generate` leaves it."""

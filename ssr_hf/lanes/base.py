@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from ..acceptance import Proposal, draft_generator
 from ..records import NO_CANDIDATES, BranchPoint, Candidates, Draft, DraftStatus
 from ..tokens import TokenSequence
 
@@ -26,15 +27,22 @@ class DraftRules:
         closing_ids (`tuple[int, ...]`): The end-of-thinking marker that a draft appends.
         eos_token_ids (`frozenset[int]`): Tokens that end a draft.
         logits_processor (`LogitsProcessorList`): Only processors without side effects.
+        seed (`int`, *optional*): Drafts are sampled with this seed; they are greedy when None.
     """
 
     closing_ids: tuple[int, ...]
     eos_token_ids: frozenset[int]
     logits_processor: LogitsProcessorList
+    seed: int | None = None
+
+    @property
+    def samples(self) -> bool:
+        """Whether drafts are sampled and say what each token was drawn from."""
+        return self.seed is not None
 
 
 class DraftWriter:
-    """The text of one draft while it is written: greedy, on its own copy of the text so far.
+    """The text of one draft while it is written, on its own copy of the text so far.
 
     Args:
         branch_point (`BranchPoint`): Where thinking was forked.
@@ -55,6 +63,11 @@ class DraftWriter:
         self._start = len(self.sequence)
         self._end = self._start + max_tokens
         self.status: DraftStatus | None = None
+        self._proposals: list[Proposal] = []
+        self._generator: torch.Generator | None = None
+        if rules.seed is not None:
+            device = self.sequence.device
+            self._generator = draft_generator(rules.seed, branch_point.stage, device)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -84,7 +97,10 @@ class DraftWriter:
         self.forwards += 1
         offered = candidates.token_ids
         for position in range(len(offered) + 1):
-            token_id = self._select(logits[:, position])
+            if self._generator is None:
+                token_id = self._select(logits[:, position])
+            else:
+                token_id = self._draw(logits[:, position], candidates.proposal(position))
             self.sequence.append((token_id,))
             self._update_status(token_id)
             if self.finished or position == len(offered) or token_id != offered[position]:
@@ -94,11 +110,18 @@ class DraftWriter:
     def _select(self, position_logits: torch.Tensor) -> int:
         if len(self._rules.logits_processor) == 0:
             return int(position_logits.argmax(dim=-1).item())
-        scores = position_logits.to(
-            copy=True, dtype=torch.float32, device=self.sequence.device
-        )
-        scores = self._rules.logits_processor(self.sequence.ids, scores)
-        return int(scores.argmax(dim=-1).item())
+        return int(self._process(position_logits).argmax(dim=-1).item())
+
+    def _draw(self, position_logits: torch.Tensor, judged: Proposal | None) -> int:
+        assert self._generator is not None, "only called where drafts are sampled"
+        proposal = Proposal.draw(self._process(position_logits), self._generator, judged)
+        self._proposals.append(proposal)
+        return proposal.token_id
+
+    def _process(self, position_logits: torch.Tensor) -> torch.Tensor:
+        """Scores `[1, V]` of the next token."""
+        scores = position_logits.to(copy=True, dtype=torch.float32, device=self.sequence.device)
+        return self._rules.logits_processor(self.sequence.ids, scores)
 
     def _update_status(self, token_id: int) -> None:
         if token_id in self._rules.eos_token_ids:
@@ -114,6 +137,7 @@ class DraftWriter:
             status=self.status or fallback,
             inherited=self.inherited,
             forwards=self.forwards,
+            proposals=tuple(self._proposals),
         )
 
 
@@ -125,7 +149,8 @@ def inherit(child: Target, writer: DraftWriter, previous: Draft | None) -> None:
     """
     candidates = NO_CANDIDATES
     if previous is not None:
-        candidates = Candidates(previous.token_ids[: writer.room - 1], "draft")
+        candidates = Candidates(previous.token_ids, "draft", previous.proposals)
+        candidates = candidates.first(writer.room - 1)
     n_written = writer.write(child.forward(candidates.token_ids), candidates)
     child.keep(n_written)
     writer.inherited = n_written - 1

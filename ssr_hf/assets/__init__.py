@@ -1,0 +1,17 @@
+"""The tiny reasoning model that ships with the package, and the problems it solves.
+
+It lets tests, examples and first experiments run on a laptop without a download. Importing this
+module loads neither `torch` nor `transformers`.
+"""
+
+from __future__ import annotations
+
+from .loading import TINY_REASONER_DIR, load_tiny_reasoner
+from .problems import TinyReasonerProblem, tiny_reasoner_prompts
+
+__all__ = [
+    "TINY_REASONER_DIR",
+    "TinyReasonerProblem",
+    "load_tiny_reasoner",
+    "tiny_reasoner_prompts",
+]

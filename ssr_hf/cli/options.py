@@ -1,0 +1,274 @@
+"""Options that several sub-commands share, as dataclasses, and the decorator that spreads them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+import ssr_hf
+
+from .console import InputError, fail
+
+_MODEL = "Model"
+_PROMPT = "Prompt"
+_GENERATION = "Generation"
+_SPECULATION = "Self-speculation (defaults as in SelfSpeculationConfig)"
+
+
+def _option(panel: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=panel, **settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementOptions:
+    """How a model is held."""
+
+    dtype: Annotated[
+        str, _option(_MODEL, "--dtype", help="float32, bfloat16, float16, or auto: as stored.")
+    ] = "auto"
+    device: Annotated[
+        str | None, _option(_MODEL, "--device", help="cpu, cuda, ...; the fastest by default.")
+    ] = None
+    threads: Annotated[
+        int | None,
+        _option(
+            _MODEL, "--threads", min=1, metavar="N",
+            help="CPU threads; by default 1 for the tiny reasoner, else torch's choice.",
+        ),
+    ] = None  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(PlacementOptions):
+    """Which model, and how it is held."""
+
+    model: Annotated[
+        str | None,
+        _option(
+            _MODEL, "--model", "-m", metavar="ID|PATH",
+            help="Hub id, local directory or GGUF file; by default the tiny reasoner inside.",
+        ),
+    ] = None  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """What is asked."""
+
+    prompt: Annotated[
+        str | None, _option(_PROMPT, "--prompt", "-p", metavar="TEXT", help="The user's message.")
+    ] = None
+    prompt_file: Annotated[
+        Path | None,
+        _option(_PROMPT, "--prompt-file", help="A file with the message; - reads standard input."),
+    ] = None
+    raw: Annotated[
+        bool, _option(_PROMPT, "--raw", help="Use the text as it is, without chat template.")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions:
+    """How tokens are selected, and how many."""
+
+    max_new_tokens: Annotated[
+        int | None,
+        _option(
+            _GENERATION, "--max-new-tokens", "-n", min=1, metavar="N",
+            help="Longest generation; by default what the context holds, at most 4096.",
+        ),
+    ] = None  # fmt: skip
+    temperature: Annotated[
+        float | None,
+        _option(
+            _GENERATION, "--temperature", "-t", min=0.0, metavar="T", help="Sample; 0 is greedy."
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        _option(
+            _GENERATION, "--top-p", min=0.0, max=1.0, metavar="P", help="Sample from the nucleus."
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        _option(_GENERATION, "--top-k", min=1, metavar="K", help="Sample from the K likeliest."),
+    ] = None
+    seed: Annotated[
+        int,
+        _option(
+            _GENERATION, "--seed", min=0, metavar="N", help="Of sampling and the built-in prompts."
+        ),
+    ] = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
+            raise InputError(
+                "--temperature 0 is greedy and contradicts --top-p and --top-k. Raise the "
+                "temperature, or leave the others out."
+            )
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn; greedy otherwise."""
+        if self.temperature is not None:
+            return self.temperature > 0
+        return self.top_p is not None or self.top_k is not None
+
+    def generate_kwargs(self) -> dict[str, Any]:
+        """Arguments of `generate`; what a model's own generation config samples by is overridden."""
+        if not self.samples:
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        given = {name: value for name, value in given.items() if value is not None}
+        return {"do_sample": True, **given}
+
+    def describe(self) -> str:
+        """For people, such as `sampled (temperature 0.6, seed 0)`."""
+        if not self.samples:
+            return "greedy"
+        values = {"temperature": self.temperature, "top-p": self.top_p, "top-k": self.top_k}
+        given = [f"{name} {value:g}" for name, value in values.items() if value is not None]
+        return f"sampled ({', '.join([*given, f'seed {self.seed}'])})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationOptions:
+    """The settings of `SelfSpeculationConfig`."""
+
+    draft_budget: Annotated[
+        str | None,
+        _option(
+            _SPECULATION, "--draft-budget", metavar="N[,N...]",
+            help="Thinking tokens after which an answer is drafted; several draft again.",
+        ),
+    ] = None  # fmt: skip
+    draft_interval: Annotated[
+        int | None,
+        _option(_SPECULATION, "--draft-interval", metavar="N", help="Then draft again every so many tokens."),
+    ] = None
+    max_draft_tokens: Annotated[
+        int | None, _option(_SPECULATION, "--max-draft-tokens", metavar="N", help="Longest draft.")
+    ] = None
+    thinking_budget: Annotated[
+        int | None,
+        _option(_SPECULATION, "--thinking-budget", metavar="N", help="Thinking tokens before it is ended."),
+    ] = None
+    reuse: Annotated[
+        str | None,
+        _option(_SPECULATION, "--reuse", help="prefix+suffix, prefix, suffix or none."),
+    ] = None
+    lane: Annotated[
+        str | None,
+        _option(_SPECULATION, "--lane", help="auto, lockstep, stream or sequential."),
+    ] = None
+    suffix_max_match: Annotated[
+        int | None, _option(_SPECULATION, "--suffix-max-match", metavar="N", help="Longest matched suffix.")
+    ] = None
+    suffix_max_tokens: Annotated[
+        int | None, _option(_SPECULATION, "--suffix-max-tokens", metavar="N", help="Longest proposed span.")
+    ] = None
+    end_of_thinking: Annotated[
+        str | None, _option(_SPECULATION, "--end-of-thinking", metavar="TEXT", help="Marker, where not found.")
+    ] = None
+    start_of_thinking: Annotated[
+        str | None, _option(_SPECULATION, "--start-of-thinking", metavar="TEXT", help="Marker, where not found.")
+    ] = None
+    reference: Annotated[
+        bool,
+        _option(_SPECULATION, "--reference", help="Start from the published setting of SSR."),
+    ] = False
+
+    def config(self) -> ssr_hf.SelfSpeculationConfig:
+        """The settings, those given on top of the defaults or of the published setting.
+
+        Raises:
+            `ConfigError`: A value is out of range; the message names it.
+        """
+        base = ssr_hf.SelfSpeculationConfig
+        start = base.reference() if self.reference else base()
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del given["reference"]
+        suffix = {
+            name.removeprefix("suffix_"): given.pop(name)
+            for name in list(given)
+            if name.startswith("suffix_")
+        }
+        given["draft_budget"] = _parse_budgets(self.draft_budget)
+        changes = {name: value for name, value in given.items() if value is not None}
+        suffix = {name: value for name, value in suffix.items() if value is not None}
+        if suffix:
+            changes["suffix"] = dataclasses.replace(start.suffix, **suffix)
+        return dataclasses.replace(start, **changes)
+
+
+def _parse_budgets(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(
+            f"--draft-budget is {text!r}. One integer or increasing integers separated by commas "
+            "are accepted, such as 128 or 64,128."
+        ) from None
+
+
+def spread(function: Callable[..., None]) -> Callable[..., None]:
+    """Gives a sub-command one option per field of its dataclass parameters, and turns user errors
+    into a message and exit code 2.
+
+    Args:
+        function (`Callable[..., None]`): Its parameters annotated with a dataclass are spread, the
+            others stay options of its own.
+
+    Returns:
+        `Callable[..., None]`: What `typer` registers.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    own = inspect.signature(function).parameters
+    groups = {name: hints[name] for name in own if dataclasses.is_dataclass(hints[name])}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in own.items():
+        if name in groups:
+            parameters.extend(_fields_as_parameters(groups[name]))
+        else:
+            kind = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(parameter.replace(annotation=hints[name], kind=kind))
+
+    @functools.wraps(function)
+    def command(**values: Any) -> None:
+        try:
+            arguments = {
+                name: group(**{f.name: values.pop(f.name) for f in dataclasses.fields(group)})
+                for name, group in groups.items()
+            }
+            function(**arguments, **values)
+        except ssr_hf.SelfSpeculationError as error:
+            fail(str(error))
+
+    spread_out: Any = command
+    del spread_out.__wrapped__
+    spread_out.__signature__ = inspect.Signature(parameters)
+    spread_out.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+def _fields_as_parameters(group: type) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[field.name],
+        )
+        for field in dataclasses.fields(group)
+    ]

@@ -1,0 +1,323 @@
+"""Never slower: how many candidates to offer, and whether to draft, from what was measured.
+
+A round with `m` candidates costs `r(m + 1)` single-token rounds and commits one token more than it
+accepts. The pacer offers the `m` with the most expected tokens per cost, offers nothing where no `m`
+beats plain decoding, and then probes rarely. What was learnt lives in a `Profile` that outlives the
+call. No choice made here can change a token; it changes only which tokens are offered.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+from .errors import ConfigError, message
+from .records import Candidates
+from .stats import Round, SpeculationStats
+
+# Weight of the newest measurement in a moving average.
+COST_WEIGHT = 0.15
+# A measurement may exceed the average by this factor at most: a pause of the machine is no cost.
+OUTLIER = 3.0
+# Cost of one more token of a round before anything was measured, in single-token rounds.
+PRIOR_SLOPE = 0.03
+# Every acceptance count fades by this factor per round, so that old text counts less.
+FADING = 0.97
+PROBE_TOKENS = 4
+FIRST_PROBE_AFTER = 16
+LAST_PROBE_AFTER = 512
+# Rounds with a second row before its cost is believed.
+ROWS_BELIEVED_AFTER = 8
+# Largest share of a draft's tokens that can be hoped to save a round each.
+HOPED_DRAFT_VALUE = 0.7
+# Every so many calls, the drafting choice that looks worse is tried again.
+RETRY_CALLS = 16
+
+BLOCK_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Chances that the first candidate, and each after an accepted one, is accepted.
+
+    Kept as fading counts that start from a weak prior.
+    """
+
+    first_hits: float
+    first_trials: float
+    next_hits: float
+    next_trials: float
+
+    @classmethod
+    def prior(cls, first: float, following: float) -> Acceptance:
+        """Counts worth four rounds."""
+        return cls(4 * first, 4.0, 4 * following, 4.0)
+
+    @property
+    def first(self) -> float:
+        """Chance that the first candidate is accepted."""
+        return self.first_hits / self.first_trials
+
+    @property
+    def following(self) -> float:
+        """Chance that a candidate behind an accepted one is accepted."""
+        return min(0.995, self.next_hits / self.next_trials)
+
+    def expected(self, n_candidates: int) -> float:
+        """Expected number of accepted candidates out of `n_candidates`."""
+        following = self.following
+        return self.first * (1 - following**n_candidates) / (1 - following)
+
+    def observe(self, n_proposed: int, n_accepted: int) -> None:
+        """Counts one round."""
+        self.first_hits = self.first_hits * FADING + (n_accepted > 0)
+        self.first_trials = self.first_trials * FADING + 1
+        if n_accepted > 0 and n_proposed > 1:
+            self.next_hits = self.next_hits * FADING + n_accepted - 1
+            self.next_trials = self.next_trials * FADING + min(n_accepted, n_proposed - 1)
+
+
+@dataclass(slots=True)
+class Profile:
+    """What was learnt about a model on a machine: cost by token count, acceptance by source.
+
+    `enable` holds one per model; pass one to share, save or load it.
+
+    Args:
+        step_seconds (`float`): Seconds of a single-token round; 0 before the first.
+        cost (`dict[int, float]`): Cost of a round by tokens fed, in single-token rounds.
+        row_cost (`float`): Cost of a single-token round that carries a draft; 0 if unknown.
+        acceptance (`dict[str, Acceptance]`): By phase, source and match length.
+        call_cost (`dict[str, float]`): Cost per token of whole calls, with and without drafts.
+        calls (`int`): Calls seen.
+
+    Example:
+
+    ```python
+    >>> from ssr_hf import Profile
+    >>> Profile.from_json(Profile().to_json()) == Profile()
+    True
+
+    ```
+    """
+
+    step_seconds: float = 0.0
+    cost: dict[int, float] = field(default_factory=dict)
+    row_cost: float = 0.0
+    acceptance: dict[str, Acceptance] = field(default_factory=dict)
+    call_cost: dict[str, float] = field(default_factory=dict)
+    calls: int = 0
+
+    def to_json(self) -> str:
+        """The profile as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Reads what `to_json` wrote.
+
+        Args:
+            text (`str`): A JSON object.
+
+        Returns:
+            `Profile`: The profile.
+
+        Raises:
+            `ConfigError`: The text is no saved profile.
+        """
+        try:
+            values = json.loads(text)
+            values["cost"] = {int(n): float(cost) for n, cost in values["cost"].items()}
+            values["acceptance"] = {
+                key: Acceptance(**counts) for key, counts in values["acceptance"].items()
+            }
+            return cls(**values)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            accepted = "A JSON object written by Profile.to_json() is accepted"
+            raise ConfigError(
+                message(f"The text is no profile ({error})", accepted, "Start with Profile()")
+            ) from error
+
+    def relative_cost(self, n_tokens: int) -> float:
+        """Cost of feeding `n_tokens` in one round, in single-token rounds."""
+        if n_tokens <= 1:
+            return 1.0
+        known = tuple(self.cost)
+        below = max((n for n in known if n <= n_tokens), default=1)
+        above = min((n for n in known if n >= n_tokens), default=0)
+        cost_below = self.cost.get(below, 1.0)
+        if above > below:
+            share = (n_tokens - below) / (above - below)
+            return cost_below + share * (max(self.cost[above], cost_below) - cost_below)
+        if below >= 8:
+            # Beyond what was measured, cost grows at most in proportion.
+            return max(cost_below, cost_below + (n_tokens - below) * (cost_below - 1) / below)
+        return cost_below + (n_tokens - below) * PRIOR_SLOPE
+
+    def observe_cost(self, n_tokens: int, rows: int, seconds: float) -> None:
+        """Takes the time of one round."""
+        if n_tokens == 1 and rows == 1:
+            self.step_seconds = _average(self.step_seconds, seconds)
+        if self.step_seconds == 0.0:
+            return
+        relative = seconds / self.step_seconds
+        if rows == 2 and n_tokens == 1:
+            self.row_cost = _average(self.row_cost, relative)
+        elif rows == 1 and n_tokens > 1:
+            size = max(s for s in BLOCK_SIZES if s <= max(2, n_tokens))
+            # A bucket stands for its smallest size, so the cost of a larger block is scaled down.
+            self.cost[size] = _average(self.cost.get(size, 0.0), relative * size / n_tokens)
+
+
+def _average(old: float, new: float) -> float:
+    if old == 0.0:
+        return new
+    return old + COST_WEIGHT * (min(new, OUTLIER * old) - old)
+
+
+class Pacer(Protocol):
+    """Decides how much to speculate. It never sees tokens' logits and never changes a token."""
+
+    def trim(self, candidates: Candidates, phase: str, n_pending: int) -> Candidates:
+        """The leading candidates that are worth offering."""
+
+    def observe(self, entry: Round, candidates: Candidates) -> None:
+        """Follows a round."""
+
+    def drafts_pay(self) -> bool:
+        """Whether to open a draft now."""
+
+    def lane_pays(self) -> bool:
+        """Whether to keep the open draft."""
+
+    def finish(self, stats: SpeculationStats) -> None:
+        """Follows the end of a call."""
+
+
+class FixedPacer:
+    """Offers everything, drafts always: every choice is a function of settings and tokens."""
+
+    def trim(self, candidates: Candidates, phase: str, n_pending: int) -> Candidates:
+        return candidates
+
+    def observe(self, entry: Round, candidates: Candidates) -> None:
+        pass
+
+    def drafts_pay(self) -> bool:
+        return True
+
+    def lane_pays(self) -> bool:
+        return True
+
+    def finish(self, stats: SpeculationStats) -> None:
+        pass
+
+
+class MeasuredPacer:
+    """Follows measured cost and acceptance.
+
+    Args:
+        profile (`Profile`): What earlier calls learnt; it is updated.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._skipped: dict[str, int] = {}
+        self._probe_after: dict[str, int] = {}
+        self._row_rounds = 0
+        self._thinking_cost = 0.0
+        self._drafting = self._choose_drafting()
+
+    def trim(self, candidates: Candidates, phase: str, n_pending: int) -> Candidates:
+        if not candidates.token_ids or candidates.source == "marker":
+            return candidates
+        key = _key(candidates, phase)
+        size = self._best_size(key, candidates, n_pending)
+        if size == 0:
+            size = self._probe(key, len(candidates.token_ids))
+        return candidates.first(size)
+
+    def _best_size(self, key: str, candidates: Candidates, n_pending: int) -> int:
+        chances = self._chances(key, candidates)
+        cost = self.profile.relative_cost
+        available = len(candidates.token_ids)
+        best, best_rate = 0, 1 / cost(n_pending)
+        for size in (*(s for s in BLOCK_SIZES if s < available), available):
+            rate = (1 + chances.expected(size)) / cost(n_pending + size)
+            if rate > best_rate:
+                best, best_rate = size, rate
+        return best
+
+    def _chances(self, key: str, candidates: Candidates) -> Acceptance:
+        known = self.profile.acceptance
+        if key not in known:
+            first = 0.8 if candidates.source == "draft" else min(0.9, 0.3 + 0.1 * candidates.match)
+            known[key] = Acceptance.prior(first, 0.9)
+        return known[key]
+
+    def _probe(self, key: str, available: int) -> int:
+        """Offers a few candidates now and then, ever more rarely while they fail."""
+        self._skipped[key] = self._skipped.get(key, 0) + 1
+        if self._skipped[key] < self._probe_after.get(key, FIRST_PROBE_AFTER):
+            return 0
+        self._skipped[key] = 0
+        longer = 2 * self._probe_after.get(key, FIRST_PROBE_AFTER)
+        self._probe_after[key] = min(longer, LAST_PROBE_AFTER)
+        return min(PROBE_TOKENS, available)
+
+    def observe(self, entry: Round, candidates: Candidates) -> None:
+        if entry.phase == "prefill":
+            return
+        self.profile.observe_cost(entry.n_fed, entry.rows, entry.seconds)
+        self._row_rounds += entry.rows == 2
+        if entry.phase == "thinking" and entry.rows == 1 and self.profile.step_seconds:
+            cost = entry.seconds / self.profile.step_seconds / entry.n_committed
+            self._thinking_cost = _average(self._thinking_cost, cost)
+        if entry.n_proposed and entry.source != "marker":
+            key = _key(candidates, entry.phase)
+            self._chances(key, candidates).observe(entry.n_proposed, entry.n_accepted)
+            if entry.n_accepted == entry.n_proposed:
+                self._probe_after.pop(key, None)
+
+    def drafts_pay(self) -> bool:
+        return self._drafting
+
+    def lane_pays(self) -> bool:
+        """Whether a draft token costs less than the round it can save.
+
+        A round with a draft costs `row_cost` instead of what a thinking token costs without one.
+        """
+        if self._row_rounds < ROWS_BELIEVED_AFTER:
+            return True
+        without = self._thinking_cost or 1.0
+        return self.profile.row_cost - without < HOPED_DRAFT_VALUE
+
+    def _choose_drafting(self) -> bool:
+        """Drafts if calls with drafts were cheaper per token; tries each way once, then rarely."""
+        known = self.profile.call_cost
+        if "drafts" not in known or "plain" not in known:
+            return "drafts" not in known
+        better = known["drafts"] <= known["plain"]
+        retry = self.profile.calls % RETRY_CALLS == RETRY_CALLS - 1
+        return better != retry
+
+    def finish(self, stats: SpeculationStats) -> None:
+        self.profile.calls += 1
+        tokens = stats.new_tokens - 1
+        if tokens < 1 or not self.profile.step_seconds or not stats.thinking_tokens:
+            return
+        seconds = stats.seconds - stats.phase_seconds("prefill")
+        arm = "drafts" if stats.drafts else "plain"
+        if stats.drafts or not self._drafting:
+            cost = seconds / self.profile.step_seconds / tokens
+            self.profile.call_cost[arm] = _average(self.profile.call_cost.get(arm, 0.0), cost)
+
+
+def _key(candidates: Candidates, phase: str) -> str:
+    """What an acceptance chance depends on: phase, source, and the length of the match."""
+    if candidates.source == "draft":
+        return "draft"
+    length = min(candidates.match, 16)
+    bucket = length if length <= 3 else 4 if length <= 5 else 6 if length <= 9 else 10
+    return f"{'thinking' if phase == 'thinking' else 'answering'}:{bucket}"

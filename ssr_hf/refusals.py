@@ -1,0 +1,97 @@
+"""What is refused before the prompt is read, each with its reason and what to do instead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers.generation import GenerationMode
+
+from .cache.support import Support, Unsupported, cache_support
+from .errors import UnsupportedError, message
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel
+
+ACCEPTED_MODES = "Greedy search and sampling of decoder-only models are accepted"
+
+
+def refuse_arguments(model: Any, kwargs: dict[str, Any]) -> None:
+    """Refuses arguments that `generate` would act on before the decoding function is called."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        # `generate` runs the encoder before it calls the decoding function.
+        raise UnsupportedError(
+            message("The model is an encoder-decoder model", ACCEPTED_MODES, "Use plain generate")
+        )
+    config = kwargs.get("generation_config")
+    if kwargs.get("token_healing", getattr(config, "token_healing", False)):
+        raise UnsupportedError(
+            message(
+                "token_healing is set",
+                "A prompt whose last token is whole is accepted",
+                "Call model.heal_tokens(input_ids, tokenizer) first",
+            )
+        )
+    if kwargs.get("custom_generate") is not None:
+        raise UnsupportedError(
+            message(
+                f"custom_generate={kwargs['custom_generate']!r} and self_speculation are both set",
+                "One way to decode is accepted",
+                "Leave one of them out",
+            )
+        )
+    if kwargs.get("cache_implementation") == "paged":
+        raise UnsupportedError(
+            message(
+                "cache_implementation='paged' switches generate to continuous batching",
+                "A dynamic cache is accepted",
+                "Leave cache_implementation out",
+            )
+        )
+    if kwargs.get("assistant_model") is not None:
+        raise UnsupportedError(
+            message(
+                "assistant_model and self_speculation are both set",
+                "Self-speculation drafts with the model itself",
+                "Leave assistant_model out",
+            )
+        )
+
+
+def refuse_call(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    synced_gpus: bool | None,
+) -> None:
+    """Refuses what cannot be the tokens of plain `generate`, before the prompt is read."""
+    mode = generation_config.get_generation_mode()
+    refusals = (
+        (model.config.is_encoder_decoder, "The model is an encoder-decoder model", "Use plain generate"),
+        (
+            mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
+            f"The generation mode is {mode.value}",
+            "Set num_beams=1 and leave out penalty_alpha, prompt_lookup_num_tokens and the like",
+        ),
+        (bool(synced_gpus), "synced_gpus is set", "Use plain generate with FSDP or ZeRO-3"),
+        (
+            generation_config.use_cache is False,
+            "use_cache is False",
+            "Pass use_cache=True to generate",
+        ),
+        (
+            bool(generation_config.output_attentions and generation_config.return_dict_in_generate),
+            "output_attentions is set, and attention maps of several tokens at once differ in shape",
+            "Leave output_attentions out",
+        ),
+    )
+    for refused, what, next_step in refusals:
+        if refused:
+            raise UnsupportedError(message(what, ACCEPTED_MODES, next_step))
+    require_supported(model, cache_support(model_kwargs.get("cache")))
+
+
+def require_supported(model: PreTrainedModel, support: Support) -> None:
+    if isinstance(support, Unsupported):
+        what = f"{type(model).__name__} cannot be accelerated: {support.reason}"
+        accepted = "Caches with full, sliding, convolutional or recurrent layers are accepted"
+        raise UnsupportedError(message(what, accepted, support.hint))
