@@ -13,6 +13,7 @@ from .generation import disable, enable, self_speculative_decoding
 from .markers import ThinkingMarkers
 from .outputs import SelfSpeculativeOutput
 from .pacing import Profile
+from .specreason import ProposedStep, StepReport, StepSpeculationConfig, StepSpeculationStats
 from .stats import SpeculationStats
 
 __version__ = version("ssr-hf")
@@ -21,10 +22,14 @@ __all__ = [
     "ConfigError",
     "MarkerError",
     "Profile",
+    "ProposedStep",
     "SelfSpeculationConfig",
     "SelfSpeculationError",
     "SelfSpeculativeOutput",
     "SpeculationStats",
+    "StepReport",
+    "StepSpeculationConfig",
+    "StepSpeculationStats",
     "SuffixCandidateGenerator",
     "SuffixConfig",
     "ThinkingBudgetLogitsProcessor",

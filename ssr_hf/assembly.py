@@ -24,6 +24,7 @@ from .lanes import LANE_TYPES, DraftRules
 from .markers import PhaseTracker, ThinkingMarkers
 from .outputs import SelfSpeculativeOutput
 from .pacing import FixedPacer, MeasuredPacer, Pacer, Profile
+from .specreason import StepRequest, StepSpeculation, bind_steps
 from .stats import Recorder
 from .target import Target
 from .tokens import TokenSequence
@@ -45,6 +46,7 @@ def decode(
     tokenizer: PreTrainedTokenizerBase | None,
     streamer: BaseStreamer | None,
     profile: Profile,
+    steps: StepRequest | None,
     model_kwargs: dict[str, Any],
 ) -> SelfSpeculativeOutput | torch.LongTensor:
     """Assembles the parts of the loop, runs it, and packs what `generate` returns."""
@@ -76,6 +78,21 @@ def decode(
     )
     lane = LANE_TYPES["lockstep" if config.lane == "auto" else config.lane](target)
     user_cache = getattr(model_kwargs.get("cache"), "_is_user_defined", False)
+    step_speculation: StepSpeculation | None = None
+    if steps is not None:
+        step_speculation = bind_steps(
+            steps,
+            target=target,
+            committer=committer,
+            tracker=tracker,
+            tokenizer=tokenizer,
+            logits_processor=logits_processor,
+            generation_config=generation_config,
+            eos_token_ids=rules.eos_token_ids,
+            max_length=longest_text,
+            thinking_budget=config.thinking_budget,
+            attention_mask=model_kwargs.get("attention_mask"),
+        )
     loop = SelfSpeculativeDecoding(
         target=target,
         committer=committer,
@@ -88,6 +105,7 @@ def decode(
         tracker=tracker,
         recorder=recorder,
         keeps_cache=bool(generation_config.return_dict_in_generate) or user_cache,
+        steps=step_speculation,
     )
     loop.run(generation_config)
     stats = recorder.stats(tracker)
@@ -101,6 +119,7 @@ def decode(
         hidden_states=target.hidden_states,
         cache=target.cache,
         speculation=stats,
+        step_speculation=None if step_speculation is None else step_speculation.stats(stats.rounds),
     )
 
 

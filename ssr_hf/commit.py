@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import compat
+from .budget import ThinkingBudgetLogitsProcessor
 from .records import Candidates, Verdict
 
 if TYPE_CHECKING:
@@ -57,6 +58,12 @@ class Committer:
             () if recorded and generation_config.output_logits else None
         )
         self._simple_end = self._find_simple_end()
+        stateless = (*compat.SIDE_EFFECT_FREE_PROCESSORS, ThinkingBudgetLogitsProcessor)
+        self._shows_every_token = (
+            self.scores is not None
+            or self.logits is not None
+            or any(type(processor) not in stateless for processor in logits_processor)
+        )
 
     def _find_simple_end(self) -> tuple[frozenset[int], int] | None:
         """Criteria as plain numbers, where committing a block at once is provably the same."""
@@ -85,6 +92,33 @@ class Committer:
         self.finished = verdict.finished
         return verdict
 
+    def adopt(self, token_ids: tuple[int, ...], target_logits: torch.Tensor) -> Verdict:
+        """Emits tokens that the model did not select (lossy); the streamer gets them at once.
+
+        Processors are called where they keep a state or where scores are recorded, but they do not
+        choose.
+
+        Args:
+            token_ids (`tuple[int, ...]`): The `n` tokens.
+            target_logits (`torch.Tensor` of shape `(1, n, V)`): Row `i` belongs to token `i`.
+
+        Returns:
+            `Verdict`: What was committed: all tokens, unless a criterion stopped before.
+        """
+        n_committed = 0
+        for position, token_id in enumerate(token_ids):
+            if self._shows_every_token:
+                self._process(target_logits[:, position])
+            self.sequence.append((token_id,))
+            n_committed += 1
+            self.finished = bool(self._stopping_criteria(self.sequence.ids, self.scores).all())
+            if self.finished:
+                break
+        committed = token_ids[:n_committed]
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor(committed))
+        return Verdict(committed, n_committed, self.finished)
+
     def _commit_stepwise(self, target_logits: torch.Tensor, candidates: Candidates) -> Verdict:
         offered = candidates.token_ids
         committed: list[int] = []
@@ -104,12 +138,7 @@ class Committer:
     ) -> tuple[int, bool]:
         """One step of plain `generate` from logits `[1, V]`; it judges a sampled candidate."""
         sequence = self.sequence
-        next_logits = position_logits.to(copy=True, dtype=torch.float32, device=sequence.device)
-        next_scores = self._logits_processor(sequence.ids, next_logits)
-        if self.scores is not None:
-            self.scores += (next_scores,)
-        if self.logits is not None:
-            self.logits += (next_logits,)
+        next_scores = self._process(position_logits)
         if self._do_sample:
             probabilities = torch.nn.functional.softmax(next_scores, dim=-1)
             if proposal is not None:
@@ -123,6 +152,17 @@ class Committer:
         if self._streamer is not None:
             self._streamer.put(next_token.cpu())
         return token_id, finished
+
+    def _process(self, position_logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores `[1, V]` of the next token, recorded if asked for."""
+        sequence = self.sequence
+        next_logits = position_logits.to(copy=True, dtype=torch.float32, device=sequence.device)
+        next_scores = self._logits_processor(sequence.ids, next_logits)
+        if self.scores is not None:
+            self.scores += (next_scores,)
+        if self.logits is not None:
+            self.logits += (next_logits,)
+        return next_scores
 
     def _commit_greedy_block(
         self,

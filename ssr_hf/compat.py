@@ -48,6 +48,20 @@ SIDE_EFFECT_FREE_PROCESSORS: tuple[type[LogitsProcessor], ...] = (
     logits_process.EtaLogitsWarper,
 )
 
+# Those of them that know nothing about a vocabulary, so that they apply to any model.
+VOCABULARY_FREE_PROCESSORS: tuple[type[LogitsProcessor], ...] = (
+    logits_process.RepetitionPenaltyLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor,
+    logits_process.InfNanRemoveLogitsProcessor,
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.MinPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+)
+
 
 def prefill(
     model: PreTrainedModel,
@@ -91,6 +105,18 @@ def prepare_cache(
     mode = generation_config.get_generation_mode()
     model._prepare_cache_for_generation(generation_config, model_kwargs, mode, 1, max_length)
     return model_kwargs.get("cache")
+
+
+def fresh_kwargs(
+    model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig
+) -> ModelKwargs:
+    """What `generate` prepares for the forwards of a model that reads `input_ids`, unpadded."""
+    model_kwargs: ModelKwargs = {"use_cache": True}
+    cache = prepare_cache(model, generation_config, input_ids.shape[1])
+    if cache is not None:
+        model_kwargs["cache"] = cache
+    positions = model._prepare_position_ids_for_generation(input_ids, model_kwargs)
+    return {**model_kwargs, "position_ids": positions}
 
 
 def decode_optimisation(model: PreTrainedModel) -> AbstractContextManager[None]:

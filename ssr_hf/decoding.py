@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from . import compat
-from .records import NO_CANDIDATES, Candidates, Verdict
+from .records import NO_CANDIDATES, NOTHING_COMMITTED, Candidates, Draft, Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .lanes import Lane
     from .markers import PhaseTracker
     from .pacing import Pacer
+    from .specreason import StepSpeculation
     from .stats import Recorder
     from .target import Target
 
@@ -43,6 +44,7 @@ class SelfSpeculativeDecoding:
         tracker (`PhaseTracker`): Thinking, closing or answering.
         recorder (`Recorder`): Counts and times.
         keeps_cache (`bool`): Whether the cache outlives the call.
+        steps (`StepSpeculation`, *optional*): Has a small model write reasoning steps (lossy).
     """
 
     target: Target
@@ -54,6 +56,7 @@ class SelfSpeculativeDecoding:
     tracker: PhaseTracker
     recorder: Recorder
     keeps_cache: bool
+    steps: StepSpeculation | None = None
 
     def run(self, generation_config: GenerationConfig) -> None:
         """Generates until a stopping criterion holds. Leaves the cache as plain `generate` would."""
@@ -66,19 +69,26 @@ class SelfSpeculativeDecoding:
                     self.target.settle()
         finally:
             self.lane.close()
-            self.target.recover()
+            self.target.close(self.keeps_cache)
 
     def prefill(self, generation_config: GenerationConfig) -> None:
-        """Reads the prompt and commits the first token."""
+        """Reads the prompt and commits the first token, unless the small model writes it."""
         self.recorder.begin_round()
         n_prompt = len(self.target.sequence)
         target_logits = self.target.prefill(generation_config)
-        self.commit(target_logits, NO_CANDIDATES, "prefill", n_prompt)
+        if self.steps is not None and self.steps.opens(target_logits):
+            self.recorder.end_round("prefill", n_prompt, NO_CANDIDATES, NOTHING_COMMITTED, 1)
+        else:
+            self.commit(target_logits, NO_CANDIDATES, "prefill", n_prompt)
 
     def round(self) -> None:
         """Offers candidates, judges them in one forward, commits."""
         self.recorder.begin_round()
         phase = self.tracker.phase.value
+        step = self.steps.round() if self.steps is not None and self.steps.is_due() else None
+        if step is not None:
+            self.follow(step.verdict, step.candidates, phase, step.n_fed)
+            return
         candidates = self.choose()
         n_fed = self.target.n_pending + len(candidates.token_ids)
         target_logits = self.lane.forward(candidates)
@@ -88,21 +98,31 @@ class SelfSpeculativeDecoding:
         """Candidates for the next round; none while a draft rides in the parent's forward."""
         if self.lane.is_open and self.lane.holds_rounds:
             return NO_CANDIDATES
-        return self.schedule.limit(self.proposer.propose(self.target.n_pending))
+        candidates = self.schedule.limit(self.proposer.propose(self.target.n_pending))
+        return candidates if self.steps is None else self.steps.refine(candidates)
 
     def commit(
         self, target_logits: torch.Tensor, candidates: Candidates, phase: str, n_fed: int
     ) -> None:
-        """Commits a round and lets cache, phase, statistics and drafts follow."""
-        rows = self.lane.rows
-        verdict: Verdict = self.committer.commit(target_logits, candidates)
+        """Commits what the model selects."""
+        verdict = self.committer.commit(target_logits, candidates)
+        self.follow(verdict, candidates, phase, n_fed)
+
+    def follow(self, verdict: Verdict, candidates: Candidates, phase: str, n_fed: int) -> None:
+        """Lets cache, phase, statistics and drafts follow a commit."""
         self.target.keep(len(verdict.token_ids))
         self.proposer.observe(verdict)
-        entry = self.recorder.end_round(phase, n_fed, candidates, verdict, rows)
+        entry = self.recorder.end_round(phase, n_fed, candidates, verdict, self.lane.rows)
         self.pacer.observe(entry, candidates)
         if candidates.source == "draft" and self.schedule.newest is not None:
             stage = self.schedule.newest.branch_point.stage
             self.recorder.prefix_verified(stage, verdict.n_accepted)
-        draft = self.schedule.advance(verdict.finished)
+        if self.steps is not None:
+            self.steps.observe(verdict)
+            self.take(self.schedule.hold(self.steps.is_due() and not verdict.finished))
+        self.take(self.schedule.advance(verdict.finished))
+
+    def take(self, draft: Draft | None) -> None:
+        """Offers a draft that ended, if one did."""
         if draft is not None:
             self.proposer.add_draft(draft)

@@ -56,7 +56,30 @@ class DraftSchedule:
         self._opened_at = 0.0
         self._block = tracker.blocks
         self._next_budget: int | None = self._budget_after(0)
+        self._is_held = False
         self.newest: Draft | None = None
+
+    def hold(self, held: bool) -> Draft | None:
+        """Makes way for rounds that commit many tokens at once, which a riding draft cannot follow.
+
+        A draft in such a lane is cut. It is taken up again, bootstrapped, by the first `advance`
+        after the schedule is not held any more.
+
+        Args:
+            held (`bool`): Whether the next round is such a round.
+
+        Returns:
+            `Draft` or `None`: The usable draft that was cut, if one was.
+        """
+        self._is_held = held and self._lane.holds_rounds
+        if not self._is_held or not self._lane.is_open:
+            return None
+        draft = self._collect(finished=False)
+        is_cut = draft is None or draft.status is DraftStatus.CUT
+        # Where sampled drafts branch must not depend on how far the one before came.
+        if is_cut and not self._rules.samples:
+            self._next_budget = self._tracker.n_thinking
+        return draft
 
     def advance(self, finished: bool) -> Draft | None:
         """Follows a commit: collects a draft that ended, cancels a stale one, branches when due.
@@ -79,7 +102,8 @@ class DraftSchedule:
             self._next_budget = None
         if self._block != self._tracker.blocks:
             self._begin_block()
-        if thinking and not self._lane.is_open and self._is_due(self._tracker):
+        may_branch = thinking and not self._lane.is_open and not self._is_held
+        if may_branch and self._is_due(self._tracker):
             self._branch()
         return ended
 

@@ -30,6 +30,7 @@ from .errors import ConfigError, message
 from .outputs import SelfSpeculativeOutput
 from .pacing import Profile
 from .refusals import refuse_arguments, refuse_call
+from .specreason import StepRequest, StepSpeculationConfig, refuse_steps
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -95,15 +96,27 @@ def disable(model: PreTrainedModel) -> None:
 
 
 @functools.wraps(GenerationMixin.generate)
-def generate(self: Any, *args: Any, self_speculation: object = None, **kwargs: Any) -> Any:
+def generate(
+    self: Any,
+    *args: Any,
+    self_speculation: object = None,
+    step_speculation: object = None,
+    **kwargs: Any,
+) -> Any:
     # Bound to an instance by `enable`; it keeps the name `generate` so that a pickled model refers
     # to the method of its class.
     state = _enabled.get(self) or _Enabled(None, Profile())
     original = state.previous or functools.partial(type(self).generate, self)
     config = SelfSpeculationConfig.coerce(self_speculation)
-    if config is None:
+    step_config = StepSpeculationConfig.coerce(step_speculation)
+    if config is None and step_config is None:
         return original(*args, **kwargs)
     kwargs.update(_by_name(original, args, kwargs))
+    assistant = {}
+    if step_config is not None:
+        # The host must not see the small model: it would choose assisted decoding.
+        names = ("assistant_model", "assistant_tokenizer")
+        assistant = {name: kwargs.pop(name, None) for name in names}
     refuse_arguments(self, kwargs)
     streamer = kwargs.get("streamer")
     tokenizer = kwargs.pop("tokenizer", None)
@@ -116,6 +129,8 @@ def generate(self: Any, *args: Any, self_speculation: object = None, **kwargs: A
         streamer=ending,
         profile=state.profile,
         synced_gpus=kwargs.get("synced_gpus"),
+        step_speculation=step_config,
+        **assistant,
     )
     try:
         return original(**kwargs)
@@ -205,9 +220,13 @@ def self_speculative_decoding(
     streamer: BaseStreamer | None = None,
     synced_gpus: bool | None = None,
     profile: Profile | None = None,
+    step_speculation: object = None,
+    assistant_model: PreTrainedModel | None = None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     **model_kwargs: Any,
 ) -> SelfSpeculativeOutput | torch.LongTensor:
-    """Decodes with self-speculation; the tokens are those of plain `generate`.
+    """Decodes with self-speculation; the tokens are those of plain `generate`, except in reasoning
+    steps that a small model wrote because `step_speculation` was asked for.
 
     This is the `custom_generate` callable of the host. `generate` gives such a callable neither
     streamer nor tokenizer: use `enable`, or bind them with `functools.partial`.
@@ -225,6 +244,11 @@ def self_speculative_decoding(
             it has a method `on_round`, that gets each `Round` after the tokens of the round.
         synced_gpus (`bool`, *optional*): Refused when true.
         profile (`Profile`, *optional*): What was learnt so far; a new one is made when None.
+        step_speculation (`bool`, `dict` or `StepSpeculationConfig`, *optional*): Lets a small model
+            write reasoning steps (lossy); without `self_speculation`, nothing else is speculated.
+        assistant_model (`PreTrainedModel`, *optional*): The small model.
+        assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Its tokenizer, where it is
+            another one.
 
     Returns:
         `SelfSpeculativeOutput` or `torch.LongTensor`: As plain `generate`; the former with
@@ -250,6 +274,11 @@ def self_speculative_decoding(
     ```
     """
     config = SelfSpeculationConfig.coerce(self_speculation)
+    step_config = StepSpeculationConfig.coerce(step_speculation)
+    steps = None
+    if step_config is not None:
+        config = config or SelfSpeculationConfig(reuse="none")
+        steps = StepRequest(step_config, assistant_model, assistant_tokenizer)
     plain = functools.partial(
         model._sample,
         input_ids,
@@ -262,6 +291,8 @@ def self_speculative_decoding(
     if config is None:
         return plain(synced_gpus=bool(synced_gpus))
     refuse_call(model, generation_config, model_kwargs, synced_gpus)
+    if steps is not None:
+        refuse_steps(steps, model, tokenizer, input_ids, generation_config)
     if input_ids.shape[0] > 1:
         logger.warning(
             "Self-speculation runs one sequence at a time; these %d are decoded plainly. Call "
@@ -280,6 +311,7 @@ def self_speculative_decoding(
             tokenizer,
             streamer,
             profile or Profile(),
+            steps,
             model_kwargs,
         )
     finally:

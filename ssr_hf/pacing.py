@@ -267,7 +267,8 @@ class MeasuredPacer:
         return min(PROBE_TOKENS, available)
 
     def observe(self, entry: Round, candidates: Candidates) -> None:
-        if entry.phase == "prefill":
+        # The time of a round in which a small model wrote tells nothing about this model.
+        if entry.phase == "prefill" or entry.source in ("step", "assistant"):
             return
         self.profile.observe_cost(entry.n_fed, entry.rows, entry.seconds)
         self._row_rounds += entry.rows == 2

@@ -59,7 +59,8 @@ class Candidates(NamedTuple):
     """Tokens offered for one verification.
 
     `source` names who proposed them: `"draft"` (the whole draft, prefix verification), `"suffix"`
-    (a span of the suffix index), `"marker"` (the forced end-of-thinking marker) or `"none"`.
+    (a span of the suffix index), `"marker"` (the forced end-of-thinking marker), `"step"` (a step
+    of a small model), `"assistant"` (a few tokens of it) or `"none"`.
     `proposals` says what each token was drawn from where that is known, else it is empty.
     `match` is the number of context tokens that a suffix span follows, 0 for other sources.
     """
@@ -95,3 +96,4 @@ class Verdict(NamedTuple):
 
 
 NO_CANDIDATES = Candidates()
+NOTHING_COMMITTED = Verdict((), 0, False)

@@ -52,7 +52,7 @@ def refuse_arguments(model: Any, kwargs: dict[str, Any]) -> None:
             message(
                 "assistant_model and self_speculation are both set",
                 "Self-speculation drafts with the model itself",
-                "Leave assistant_model out",
+                "Leave assistant_model out, or set step_speculation to let it write steps (lossy)",
             )
         )
 

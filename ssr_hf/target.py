@@ -13,6 +13,8 @@ import torch
 from . import compat
 from .cache.checkpoint import Checkpoint, stop_recording
 from .cache.fork import add_row, fork, join, retire_row, strip_padding
+from .cache.growth import amortise
+from .cache.growth import settle as settle_growth
 
 if TYPE_CHECKING:
     from transformers import Cache, GenerationConfig, PreTrainedModel
@@ -68,6 +70,7 @@ class Target:
             self.model, self.sequence.ids, generation_config, self._kwargs
         )
         self._kwargs["cache"] = self._outputs.cache
+        amortise(self.cache)
         return self._outputs.logits[:, -1:]
 
     def forward(self, candidate_ids: tuple[int, ...] = ()) -> torch.Tensor:
@@ -144,13 +147,18 @@ class Target:
         compat.forward(self.model, self.sequence.ids[:, :-1], n_tokens, kwargs)
         self.n_pending = 1
 
-    def recover(self) -> None:
-        """Leaves no candidate, child row or recording in the cache after an exception."""
+    def close(self, keeps_cache: bool) -> None:
+        """Leaves an ordinary cache without candidates or recording, also after an exception.
+
+        Args:
+            keeps_cache (`bool`): Whether the cache outlives the generation.
+        """
         if self._checkpoint is not None:
             self._checkpoint.restore()
             self._checkpoint = None
         if self._kwargs.get("cache") is not None:
             stop_recording(self.cache)
+            settle_growth(self.cache, keeps_cache)
 
     def fork(self, sequence: TokenSequence) -> Target:
         """An independent target on a forked cache.

@@ -28,7 +28,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import ssr_hf
 from ssr_hf import SelfSpeculationConfig, ThinkingBudgetLogitsProcessor, ThinkingMarkers
+from ssr_hf.candidates import Proposer
 from ssr_hf.lanes import LANE_TYPES, DraftWriter
+from ssr_hf.records import Draft
 
 PROMPT_LENGTH = 9
 NEW_TOKENS = 48
@@ -92,11 +94,21 @@ def declare(
         torch.manual_seed(SEED)
         sequences = generate(model, prompt, do_sample=do_sample).sequences
         new_ids = tuple(sequences[0, length:].tolist())
-        for position in range(last, first - 1, -1):
-            places = range(position, position + n_new)
-            if all(new_ids[place] not in new_ids[:place] for place in places):
-                return Declared(prompt, new_ids, position)
+        position = find_marker(new_ids, first, last, n_new)
+        if position is not None:
+            return Declared(prompt, new_ids, position)
     raise LookupError(f"no prompt of {family} has new tokens there")
+
+
+def find_marker(
+    new_ids: tuple[int, ...], first: int = 14, last: int = 24, n_new: int = 1
+) -> int | None:
+    """The last place between `first` and `last` from which `n_new` tokens were not seen before."""
+    for position in range(last, first - 1, -1):
+        places = range(position, position + n_new)
+        if all(new_ids[place] not in new_ids[:place] for place in places):
+            return position
+    return None
 
 
 @contextlib.contextmanager
@@ -158,10 +170,23 @@ def run_both(
         plain_arguments["logits_processor"] = LogitsProcessorList(processors)
     torch.manual_seed(seed)
     plain = generate(model, input_ids, **plain_arguments)
+    return Pair(plain, run_fast(model, input_ids, config, seed, **arguments, **fresh()))
+
+
+def run_fast(
+    model: PreTrainedModel,
+    input_ids: Tensor | None,
+    config: SelfSpeculationConfig,
+    seed: int = SEED,
+    **arguments: Any,
+) -> ssr_hf.SelfSpeculativeOutput:
+    """One self-speculative generation from `seed`."""
     with enabled(model):
         torch.manual_seed(seed)
-        fast = generate(model, input_ids, self_speculation=config, **arguments, **fresh())
-    return Pair(plain, fast)
+        output: ssr_hf.SelfSpeculativeOutput = generate(
+            model, input_ids, self_speculation=config, **arguments
+        )
+    return output
 
 
 def plain_budget(config: SelfSpeculationConfig, length: int) -> ThinkingBudgetLogitsProcessor:
@@ -257,6 +282,20 @@ def scripted_drafts(script: Callable[[int], int]) -> Iterator[None]:
 
     with mock.patch.object(DraftWriter, "_select", select):
         yield
+
+
+@contextlib.contextmanager
+def collected_drafts() -> Iterator[list[Draft]]:
+    """The usable drafts of a generation, in order."""
+    drafts: list[Draft] = []
+    add_draft = Proposer.add_draft
+
+    def spy(proposer: Proposer, draft: Draft) -> None:
+        drafts.append(draft)
+        add_draft(proposer, draft)
+
+    with mock.patch.object(Proposer, "add_draft", spy):
+        yield drafts
 
 
 def true_up_to(answer: Sequence[int], n_true: int) -> Callable[[int], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,9 +10,13 @@ import torch
 from families import FAMILIES, build_model
 from helpers import (
     LANES,
+    Output,
+    Pair,
     assert_same,
     declare,
+    generate,
     run_both,
+    run_fast,
     scripted_drafts,
     true_up_to,
 )
@@ -32,6 +37,16 @@ every_lane = pytest.mark.parametrize("lane", LANES)
 every_rollback = pytest.mark.parametrize("family", ROLLBACKS)
 
 
+@functools.cache
+def _plain(family: str, do_sample: bool) -> Output:
+    torch.manual_seed(0)
+    prompt = declare(family, do_sample=do_sample).prompt
+    output: Output = generate(
+        build_model(family), prompt, do_sample=do_sample, output_scores=True
+    )
+    return output
+
+
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @every_lane
@@ -42,9 +57,10 @@ def test_everything_equals_plain_generate(
     """Any token, score or cache entry that speculation changes; sampling: any draw out of order."""
     declared = declare(family, do_sample=do_sample)
     config = declared.config(lane=lane, **SCHEDULES[schedule])
-    pair = run_both(
+    fast = run_fast(
         build_model(family), declared.prompt, config, do_sample=do_sample, output_scores=True
     )
+    pair = Pair(_plain(family, do_sample), fast)
     assert_same(pair)
     if FAMILIES[family].multi_token_exact:
         assert len(pair.stats.drafts) >= N_DRAFTS[schedule]
@@ -54,12 +70,13 @@ def test_everything_equals_plain_generate(
         assert "without candidates" in pair.stats.notes[0]
 
 
-@every_lane
+@pytest.mark.parametrize("adaptive", [False, True])
 @every_rollback
-def test_greedy_without_outputs_takes_the_block_path(family: str, lane: str) -> None:
-    """The path that commits a block at once differs from the one that commits step by step."""
+def test_greedy_without_outputs_commits_blocks(family: str, adaptive: bool) -> None:
+    """The path that commits a block at once; a pacer that offers less and loses count of it."""
     declared = declare(family)
-    pair = run_both(build_model(family), declared.prompt, declared.config(lane=lane))
+    config = declared.config(adaptive=adaptive, draft_interval=4)
+    pair = run_both(build_model(family), declared.prompt, config)
     assert_same(pair)
 
 

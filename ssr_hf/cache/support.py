@@ -62,7 +62,8 @@ def cache_support(cache: object) -> Support:
         `Supported` or `Unsupported`: The latter names the cache class or the layer classes.
     """
     if cache is None:
-        return Unsupported("the model runs without a cache", "Pass use_cache=True to generate")
+        reason = "generate prepares no cache for this model"
+        return Unsupported(reason, "Use plain generate for this model")
     if not isinstance(cache, Cache):
         reason = f"a cache of type {type(cache).__name__} is not a transformers Cache"
         return Unsupported(reason, DEFAULT_CACHE_HINT)

@@ -145,6 +145,6 @@ def _print_result(
     heading(console, "result" if n == 1 else f"result, median of {n} prompts")
     console.print(comparison_table(medians(comparisons)))
     console.print(verdict_line(comparisons, session.model.dtype))
-    console.print(drafts_line(comparisons[0].stats))
+    console.print(drafts_line(comparisons[0].stats, "shown above: " if n > 1 else ""))
     for note in dict.fromkeys(note for c in comparisons for note in c.stats.notes):
         console.print(Text(f"  note: {note}", "dim"))

@@ -24,10 +24,10 @@ SOURCE_STYLES = {
     "model": Style(),
 }
 _SOURCE_NAMES = {
-    "draft": "drafted and accepted",
-    "suffix": "suffix match accepted",
-    "marker": "end marker completed",
-    "model": "decoded one by one",
+    "draft": "draft, accepted",
+    "suffix": "suffix match, accepted",
+    "marker": "end marker",
+    "model": "decoded",
 }
 _THINKING = Style(dim=True)
 

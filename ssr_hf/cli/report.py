@@ -78,7 +78,7 @@ def different_line(comparison: Comparison, dtype: torch.dtype) -> Text:
     return text
 
 
-def drafts_line(stats: ssr_hf.SpeculationStats) -> Text:
+def drafts_line(stats: ssr_hf.SpeculationStats, label: str = "") -> Text:
     """What drafts and suffix matches gave, in one line."""
     parts = [f"{len(stats.drafts)} draft{'' if len(stats.drafts) == 1 else 's'}"]
     if stats.drafts:
@@ -87,4 +87,4 @@ def drafts_line(stats: ssr_hf.SpeculationStats) -> Text:
     parts.append(f"{stats.suffix_accepted} of {stats.suffix_proposed} suffix tokens accepted")
     if not stats.thinking_ended:
         parts.append("thinking did not end")
-    return Text(f"  {' · '.join(parts)}", "dim")
+    return Text(f"  {label}{' · '.join(parts)}", "dim")

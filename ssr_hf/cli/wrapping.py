@@ -27,7 +27,7 @@ class WordWrap:
     def write(self, out: Text, character: str, style: Style) -> None:
         """Appends to `out` what can be shown now that `character` has come."""
         if not character.isspace():
-            self._word.append((character, style))
+            self._hold(character, style)
             if self._word_width() >= self._end // 2:
                 self.flush(out)
         elif character == "\n":
@@ -53,8 +53,8 @@ class WordWrap:
         else:
             out.append(" " * self._spaces)
             self._column += self._spaces
-        for character, style in self._word:
-            out.append(character, style)
+        for text, style in self._word:
+            out.append(text, style)
         self._column += width
         self._spaces = 0
         self._word = []
@@ -63,6 +63,12 @@ class WordWrap:
     def is_at_line_start(self) -> bool:
         """Whether nothing was written on this line."""
         return not self._has_words
+
+    def _hold(self, character: str, style: Style) -> None:
+        if self._word and self._word[-1][1] == style:
+            self._word[-1] = (self._word[-1][0] + character, style)
+        else:
+            self._word.append((character, style))
 
     def _start_line(self) -> None:
         self._column = self._line_begin = self._indent = self._spaces = 0
@@ -74,4 +80,4 @@ class WordWrap:
         self._has_words = True
 
     def _word_width(self) -> int:
-        return cell_len("".join(character for character, _ in self._word))
+        return cell_len("".join(text for text, _ in self._word))

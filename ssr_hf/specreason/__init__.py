@@ -6,7 +6,7 @@ Lossy: an accepted step is not what the base model would have written. To add a 
 
 from __future__ import annotations
 
-from .binding import StepRequest, bind_steps
+from .binding import StepRequest, bind_steps, refuse_steps
 from .config import StepSpeculationConfig
 from .controller import StepSpeculation
 from .scoring import ProposedStep
@@ -20,4 +20,5 @@ __all__ = [
     "StepSpeculationConfig",
     "StepSpeculationStats",
     "bind_steps",
+    "refuse_steps",
 ]

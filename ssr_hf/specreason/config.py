@@ -45,9 +45,9 @@ class StepSpeculationConfig:
             The prompt of the small model where its tokenizer is another one, as text or ids, up to
             where thinking begins. When None, the text of the base model's prompt is handed over.
         candidate_tokens (`int`, *optional*):
-            Greedy tokens of the small model offered in a round of the base model for which nothing
-            else was proposed (lossless); 0 offers none. None means 0 where the tokenizers differ,
-            and 4 elsewhere.
+            Most greedy tokens of the small model that are offered in a round of the base model for
+            which nothing else was proposed (lossless); fewer while they are not accepted. 0 offers
+            none. None means 0 where the tokenizers differ, and 4 elsewhere.
 
     Raises:
         `ConfigError`: A value is out of range; the message names it.
@@ -83,8 +83,9 @@ class StepSpeculationConfig:
         _require_int("max_repeats", self.max_repeats, minimum=1, hint="Set it to 2")
         if self.candidate_tokens is not None:
             _require_int("candidate_tokens", self.candidate_tokens, minimum=0, hint="Set it to 0")
+        is_text = isinstance(self.score_prompt, str) and self.score_prompt != ""
         _require(
-            self.score_prompt is None or isinstance(self.score_prompt, str) and self.score_prompt,
+            self.score_prompt is None or is_text,
             f"score_prompt is {self.score_prompt!r}",
             "Text is accepted",
             "Leave it out to build it with the chat template",

@@ -9,13 +9,14 @@ roll back to before the step; its tokens are then fed again beside those of the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..markers import Phase
 from ..records import NO_CANDIDATES, Candidates, Verdict
 from .repeats import RepeatGuard
-from .stats import StepReport
+from .stats import StepReport, StepSpeculationStats
 from .writer import Proposal
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
     from ..commit import Committer
     from ..markers import PhaseTracker, TokenCodec
+    from ..stats import Round
     from .config import StepSpeculationConfig
+    from .guessing import GuessLength
     from .reader import StepReader
     from .room import StepRoom
     from .stats import StepRecorder
@@ -62,7 +65,7 @@ class StepParts:
         end (`StepEnd`): Where a step of the base model ends.
         stops (`frozenset[int]`): Ids of the base model that are not part of a step.
         room (`StepRoom`): How long a step may be.
-        n_guessed (`int`): Tokens of the small model offered in rounds of the base model.
+        guesses (`GuessLength`): Tokens of the small model to offer in rounds of the base model.
         recorder (`StepRecorder`): Counts and times.
     """
 
@@ -76,7 +79,7 @@ class StepParts:
     end: StepEnd
     stops: frozenset[int]
     room: StepRoom
-    n_guessed: int
+    guesses: GuessLength
     recorder: StepRecorder
 
 
@@ -92,17 +95,18 @@ class StepSpeculation:
         self._parts = parts
         self._repeats = RepeatGuard(parts.config.max_repeats)
         self._block = parts.tracker.blocks
+        self._was_open = parts.tracker.is_open
         self._index = 0
         self._step: list[int] = []  # what the base model has written of the current step
         self._report = StepReport("base", 0)  # what is known about the current step
+        self._n_guessed = 0
         self._proposal: Proposal | None = None
         self._decreed: _Decreed | None = None
         self._base_writes = parts.config.first_base_steps > 0
 
-    @property
-    def assistant_forwards(self) -> int:
-        """Forwards of the small model so far."""
-        return self._parts.writer.forwards
+    def stats(self, rounds: Iterable[Round]) -> StepSpeculationStats:
+        """What happened; `rounds` are those of the whole generation."""
+        return self.recorder.stats(rounds, self._parts.writer.forwards)
 
     def is_due(self) -> bool:
         """Whether the next round reads a step, rather than writing tokens of the base model."""
@@ -145,27 +149,37 @@ class StepSpeculation:
     def refine(self, candidates: Candidates) -> Candidates:
         """Candidates for a round of the base model: the small model's where there are none, and
         none beyond the end of the step."""
+        if not candidates.token_ids:
+            candidates = self._guess()
+        if self._parts.tracker.phase is Phase.THINKING:
+            candidates = candidates.first(self._n_inside(candidates.token_ids))
+        self._n_guessed = len(candidates.token_ids) if candidates.source == "assistant" else 0
+        return candidates
+
+    def _guess(self) -> Candidates:
         parts = self._parts
-        if not candidates.token_ids and parts.n_guessed:
-            room = parts.room.text - len(parts.committer.sequence) - 1
-            guessed = parts.writer.guess(min(parts.n_guessed, room))
-            candidates = Candidates(guessed, "assistant") if guessed else NO_CANDIDATES
-        if parts.tracker.phase is not Phase.THINKING:
-            return candidates
-        return candidates.first(self._n_inside(candidates.token_ids))
+        room = parts.room.text - len(parts.committer.sequence) - 1
+        n_tokens = min(parts.guesses.next(), room)
+        guessed = parts.writer.guess(n_tokens) if n_tokens > 0 else ()
+        return Candidates(guessed, "assistant") if guessed else NO_CANDIDATES
 
     def observe(self, verdict: Verdict) -> None:
         """Follows a commit, after the phase did."""
         self._follow_blocks()
+        n_guessed, self._n_guessed = self._n_guessed, 0
+        if n_guessed:
+            self._parts.guesses.observe(n_guessed, verdict.n_accepted)
         decreed, self._decreed = self._decreed, None
         if decreed is not None:
             self._step = list(verdict.token_ids)
             proposal = decreed.proposal
             if proposal is not None and proposal.token_ids == verdict.token_ids:
                 self._parts.writer.accept(proposal)
+            self._was_open = self._parts.tracker.is_open
             self._end_step(decreed.author)
             return
-        self._step += self._thinking_of(verdict)
+        self._step += self._thinking_of(verdict.token_ids)
+        self._was_open = self._parts.tracker.is_open
         if self._step and (verdict.finished or self._is_complete()):
             self._end_step("base")
         elif self._step:
@@ -228,13 +242,13 @@ class StepSpeculation:
         ending = self._parts.end.first_in(self._step, token_ids[:room])
         return min(room, len(token_ids)) if ending is None else ending
 
-    def _thinking_of(self, verdict: Verdict) -> tuple[int, ...]:
-        """The committed tokens that belong to the current step."""
-        tracker, token_ids = self._parts.tracker, verdict.token_ids
-        if tracker.phase in (Phase.THINKING, Phase.CLOSING):
+    def _thinking_of(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The committed tokens that belong to the current step, an end marker included."""
+        tracker = self._parts.tracker
+        if tracker.is_open:
             # A block that was opened in this round begins behind its marker.
             return token_ids[max(0, len(token_ids) - tracker.n_open) :]
-        if tracker.phase is Phase.ANSWERING and self._step:
+        if self._was_open:
             return token_ids[: max(0, len(token_ids) - tracker.n_answer)]
         return ()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,13 +23,19 @@ DIGITS = "0123456789"
 TOP_TOKENS = 10
 
 
-class ProposedStep(NamedTuple):
-    """A step of the small model as a scorer sees it.
+@dataclass(frozen=True, slots=True)
+class ProposedStep:
+    """A step of the small model as a scorer sees it. The logits are only valid during the call.
 
-    `index` counts the steps of the generation from 0, `thinking_tokens` the thinking tokens before
-    this step. `token_ids` are ids of the base model. Row `i` of `step_logits` `[k, V]` is what the
-    base model thinks of token `i`; `answer_logits` `[V]` is its answer to the score prompt, None
-    for scorers that read none. Both are only valid during the call.
+    Args:
+        index (`int`): Which step of the generation it is, from 0.
+        thinking_tokens (`int`): Thinking tokens before it.
+        text (`str`): What it says.
+        token_ids (`tuple[int, ...]`): Its `k` tokens, as ids of the base model.
+        step_logits (`torch.Tensor` of shape `(k, V)`): Row `i` is what the base model would write
+            instead of token `i`.
+        answer_logits (`torch.Tensor` of shape `(V,)`, *optional*): The base model's answer to the
+            score prompt; None for scorers that read none.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""How the two models hand text to each other: as ids where they share a vocabulary, else as text."""
+"""How two models hand text to each other: as ids where they share a vocabulary, else as text."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class SharedIds:
         self.codec = codec
         self.stops = tracker.markers.boundaries
         self._tracker = tracker
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
 
     def prompt(self, base_ids: Sequence[int]) -> Ids:
         return self.to_assistant(base_ids)
 
     def to_assistant(self, base_ids: Sequence[int]) -> Ids:
         # Ids beyond are padding of the embedding matrix: they write no text.
-        return tuple(token_id for token_id in base_ids if token_id < self._vocab_size)
+        return tuple(token_id for token_id in base_ids if token_id < self.vocab_size)
 
     def to_base(self, assistant_ids: Sequence[int]) -> Ids:
         return tuple(assistant_ids)
@@ -126,7 +126,8 @@ class TextHandOver:
         ids = list(base_ids)
         while ids and ids[0] in edge:
             ids.pop(0)
-        tags = {self._base_codec.decode([index]) for index in ids if index in self._base_codec.added}
+        added = self._base_codec.added.intersection(ids)
+        tags = [self._base_codec.decode([token_id]) for token_id in added]
         knows_tags = all(self.codec.is_atomic(tag) for tag in tags)
         text = self._base_tokenizer.decode(
             ids, skip_special_tokens=not knows_tags, clean_up_tokenization_spaces=False
