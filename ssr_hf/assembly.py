@@ -14,7 +14,7 @@ from . import compat
 from .acceptance import draft_seed
 from .budget import ThinkingBudgetLogitsProcessor
 from .cache.support import Unsupported, multi_token_support
-from .candidates import Proposer
+from .candidates import DraftGuesser, Proposer
 from .commit import Committer
 from .config import SelfSpeculationConfig
 from .decoding import SelfSpeculativeDecoding
@@ -75,6 +75,9 @@ def decode(
             p for p in logits_processor if type(p) in compat.SIDE_EFFECT_FREE_PROCESSORS
         ),
         seed=draft_seed(sequence.device) if _samples_drafts(config, generation_config) else None,
+        make_guesser=(
+            functools.partial(DraftGuesser, config.suffix, pacer) if config.proposes_spans else None
+        ),
     )
     lane = LANE_TYPES["lockstep" if config.lane == "auto" else config.lane](target)
     user_cache = getattr(model_kwargs.get("cache"), "_is_user_defined", False)

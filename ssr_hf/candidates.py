@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from .config import SuffixConfig
+from .config import SUFFIX_SOURCES, SuffixConfig
 from .markers import Phase, PhaseTracker
 from .records import NO_CANDIDATES, Candidates, Draft, Verdict
 from .suffix_index import SuffixIndex
@@ -93,6 +93,42 @@ class SuffixCandidateGenerator(CandidateGenerator):
         self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int
     ) -> None:
         """The host's contract; committed tokens are read from the next `get_candidates`."""
+
+
+class DraftGuesser:
+    """Guesses what a draft writes next: spans of the text at its fork and of the previous draft.
+
+    An independent draft runs it in its own thread, so it has an index of its own.
+
+    Args:
+        config (`SuffixConfig`): Match depth and span length.
+        pacer (`Pacer`): Says how many candidates are worth offering.
+        token_ids (`Sequence[int]`): The text at the fork.
+        previous (`Draft`, *optional*): The draft before.
+    """
+
+    def __init__(
+        self,
+        config: SuffixConfig,
+        pacer: Pacer,
+        token_ids: Sequence[int],
+        previous: Draft | None,
+    ) -> None:
+        self._pacer = pacer
+        self._generator = SuffixCandidateGenerator(replace(config, sources=SUFFIX_SOURCES))
+        self._generator.add("prompt", token_ids)
+        self._n_seen = len(token_ids)
+        if previous is not None:
+            self._generator.add_draft(previous)
+
+    def __call__(self, token_ids: Sequence[int], room: int, n_pending: int) -> Candidates:
+        """At most `room` candidates behind `token_ids`."""
+        self._generator.add("answer", token_ids[self._n_seen :])
+        self._n_seen = len(token_ids)
+        if room < 1:
+            return NO_CANDIDATES
+        candidates = self._generator.propose(token_ids, room)
+        return self._pacer.trim(candidates, Phase.ANSWERING.value, n_pending)
 
 
 class Proposer:

@@ -61,8 +61,8 @@ class SuffixConfig:
             Most tokens proposed in one round.
         factor (`float`, *optional*, defaults to 8.0):
             A match of `n` tokens proposes at most `factor * n` tokens.
-        min_probability (`float`, *optional*, defaults to 0.0):
-            A span ends where the share of seen continuations falls below this.
+        min_probability (`float`, *optional*, defaults to 0.05):
+            A span ends where the estimated probability that all of it is right falls below this.
         sources (`tuple[str, ...]`, *optional*, defaults to all):
             Where spans come from, out of `"draft"`, `"prompt"`, `"thinking"` and `"answer"`. With
             `"prompt"` or `"thinking"` among them, spans are proposed while the model thinks, too.
@@ -83,7 +83,7 @@ class SuffixConfig:
     max_match: int = 16
     max_tokens: int = 64
     factor: float = 8.0
-    min_probability: float = 0.0
+    min_probability: float = 0.05
     sources: tuple[str, ...] = SUFFIX_SOURCES
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class SuffixConfig:
             number and 0.0 <= self.min_probability <= 1.0,
             f"suffix.min_probability is {self.min_probability!r}",
             "A number from 0 to 1 is accepted",
-            "Set suffix.min_probability=0.0",
+            "Set suffix.min_probability=0.05",
         )
         if isinstance(self.sources, str):
             object.__setattr__(self, "sources", (self.sources,))
@@ -278,7 +278,9 @@ class SelfSpeculationConfig:
         Returns:
             `SelfSpeculationConfig`: The setting.
         """
-        suffix = SuffixConfig(max_match=4, max_tokens=16, factor=4.0, sources=("draft",))
+        suffix = SuffixConfig(
+            max_match=4, max_tokens=16, factor=4.0, min_probability=0.0, sources=("draft",)
+        )
         return cls(
             draft_budget=500,
             max_draft_tokens=500,

@@ -94,9 +94,9 @@ class DraftSchedule:
         ended = None
         # A sampled draft gives way: the next branch point must not depend on when it ends.
         replaced = self._rules.samples and self._is_due(self._tracker)
-        if self._lane.is_open and (not thinking or replaced or self._lane_finished()):
+        if self._lane.is_open and (not thinking or replaced or self._lane.is_done):
             ended = self._collect(finished)
-        elif self._lane.is_open and not self._pacer.lane_pays():
+        elif self._lane.is_open and not self._rules.samples and not self._pacer.lane_pays():
             self._recorder.note("the draft was cut: riding along cost more than it could save")
             ended = self._collect(finished)
             self._next_budget = None
@@ -123,9 +123,6 @@ class DraftSchedule:
             if ahead.push(token_id) is not Phase.THINKING or self._is_due(ahead):
                 return candidates.first(n_before)
         return candidates
-
-    def _lane_finished(self) -> bool:
-        return self._lane.writer is not None and self._lane.writer.finished
 
     def _collect(self, finished: bool) -> Draft | None:
         draft = self._lane.collect(DraftStatus.DISCARDED if finished else DraftStatus.CUT)

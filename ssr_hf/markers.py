@@ -418,7 +418,8 @@ class _TextMatcher:
 
     def _follow(self, token: int, window: list[int], tail: str) -> None:
         """Updates the end marker in progress."""
-        size, text = max(((_overlap(tail, text), text) for text in self._ends), default=(0, ""))
+        overlaps = [(_overlap(tail, text), text) for text in self._ends]
+        size, text = max(overlaps, key=lambda pair: pair[0], default=(0, ""))
         if size:
             self._rest = self._codec.encode(text[size:])
             spans = (
@@ -602,14 +603,13 @@ class PhaseTracker:
     def _recognise(self, token_id: int) -> _State:
         self._state = self._automaton.moves[self._state].get(token_id, 0)
         match = self._automaton.states[self._state]
-        if match.starts or match.ends:
-            self._state = 0
         text = self._text.push(token_id) if self._text else _NOTHING
-        if text is _NOTHING or match.starts or match.ends:
-            return match
-        if match.progress and not (text.starts or text.ends):
-            return match
-        return text
+        if match.ends or (match.starts and not self.is_open):
+            # The tokens of one marker are never the beginning of another.
+            self._state = 0
+            return match._replace(progress=0, rest=())
+        is_further = text.starts or text.ends or text.progress > match.progress
+        return text if is_further else match
 
     def _read_prompt(self, prompt_ids: Sequence[int]) -> None:
         boundaries = self.markers.boundaries

@@ -230,7 +230,8 @@ class MeasuredPacer:
         self._drafting = self._choose_drafting()
 
     def trim(self, candidates: Candidates, phase: str, n_pending: int) -> Candidates:
-        if not candidates.token_ids or candidates.source == "marker":
+        # How much of a sampled draft is judged must not depend on where it ends: see `acceptance`.
+        if not candidates.token_ids or candidates.source == "marker" or candidates.proposals:
             return candidates
         key = _key(candidates, phase)
         size = self._best_size(key, candidates, n_pending)

@@ -6,13 +6,14 @@ fed with the next forward, in front of that round's candidates.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import compat
 from .cache.checkpoint import Checkpoint, stop_recording
-from .cache.fork import add_row, fork, join, retire_row, strip_padding
+from .cache.fork import add_row, cache_tensors, fork, join, retire_row, strip_padding
 from .cache.growth import amortise
 from .cache.growth import settle as settle_growth
 
@@ -175,6 +176,10 @@ class Target:
         child = Target(self.model, sequence, {**kwargs, "cache": fork(self.cache)})
         child.n_pending = self.n_pending + n_added
         return child
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor of the cache."""
+        return cache_tensors(self.cache)
 
     def add_child_row(self) -> None:
         """Makes the cache hold the parent twice; row 1 is the child's."""

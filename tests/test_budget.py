@@ -227,12 +227,14 @@ def test_c11_prompt_lookup_of_the_host_stays_within_the_budget() -> None:
     assert tokens == generate([prompt], [budget])
 
 
-def test_ids_changed_in_place_are_noticed() -> None:
+@pytest.mark.parametrize("first", [3, 4])
+def test_ids_changed_in_place_are_noticed(first: int) -> None:
     """Would catch a reference to the caller's buffer in place of what was seen."""
     budget = ThinkingBudgetLogitsProcessor(ONE_TOKEN, 2, prompt_length=2)
     buffer = row_of(5, START, 1, END_A, 2)
     scores = scores_for()
-    assert budget(buffer[:, :4], scores) is scores
+    for length in range(first, 5):
+        assert budget(buffer[:, :length], scores) is scores
     buffer[0, 3] = 1
     assert budget(buffer, scores).argmax().item() == END_A
 
@@ -330,7 +332,13 @@ def test_c10_gpt_oss_a_tool_call_is_not_turned_into_an_answer(thinking_budget: i
     analysis = "<|channel|>analysis<|message|>ab<|end|><|start|>assistant"
     call = "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
     wanted = ids_of(tokenizer, analysis + call)
-    assert write(budget, prompt_ids(tokenizer, "Q"), wanted) == wanted
+    prompt = prompt_ids(tokenizer, "Q")
+    assert write(budget, prompt, wanted) == wanted
+    tracker = PhaseTracker(budget.markers, prompt)
+    for token_id in ids_of(tokenizer, analysis):
+        tracker.push(token_id)
+    assert tracker.phase is Phase.CLOSING
+    assert budget.tokens_until_forced(tracker) is None
 
 
 def test_c14_a_row_is_never_masked_completely() -> None:

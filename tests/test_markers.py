@@ -6,10 +6,13 @@ import itertools
 import random
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from tiny_tokenizers import (
     FAMILIES,
+    MARKER_MERGES,
     build_tokenizer,
     family_tokenizer,
     ids_of,
@@ -112,6 +115,13 @@ def test_the_chat_template_settles_what_the_vocabulary_leaves_open() -> None:
     assert ThinkingMarkers.from_tokenizer(tokenizer).end_text == ("[/THINK]",)
 
 
+def test_harmony_that_is_plain_text_has_no_token_to_pause_at() -> None:
+    """Would catch `<` taken for the end of a message where `<|end|>` is several tokens."""
+    template = "<|start|>assistant<|channel|>final<|message|>{{ messages }}<|end|>"
+    markers = ThinkingMarkers.from_tokenizer(plain_tokenizer(template))
+    assert (markers.end_text[0], markers.pause) == (HARMONY_END, frozenset())
+
+
 def test_kimi_markers_that_are_plain_text_are_found_through_the_chat_template() -> None:
     """Kimi's triangles are not tokens of its vocabulary: a search among tokens misses them."""
     tokenizer = plain_tokenizer(chat_template="{{ messages[0].content.split('◁/think▷')[-1] }}")
@@ -135,6 +145,7 @@ def test_markers_are_accepted_as_text_as_ids_and_as_alternatives() -> None:
     for spec in ("</think>", end, [end], ["</think>"], [[end]]):
         assert ends(spec) == ((end,),)
     assert ends([end, call]) == ((end, call),)
+    assert ends([torch.tensor(end).numpy()[()]]) == ((end,),)
     assert ends(["</think>", [call]]) == ends([(end,), "<tool_call>"]) == ((end,), (call,))
 
 
@@ -147,7 +158,9 @@ def test_a_known_end_marker_brings_its_start_marker() -> None:
     assert (no_start.start, no_start.end) == ((), markers.end)
 
 
-@pytest.mark.parametrize("spec", [[], [[]], "", [263_000], [-1], [True], [None], [1.5]])
+@pytest.mark.parametrize(
+    "spec", [[], [[]], "", [263_000], [-1], [True], [None], [1.5], ["</think>", 1.5]]
+)
 def test_impossible_markers_are_refused(spec: object) -> None:
     """Would catch an empty or unknown marker that matches everywhere, or fails in the forward."""
     with pytest.raises(MarkerError):
@@ -271,6 +284,24 @@ def test_c3_markers_of_earlier_turns_and_of_user_text_do_not_count(
     assert track(family, HISTORY, **switches).phase is phase
 
 
+def test_c3_user_text_before_turn_tags_that_are_not_special() -> None:
+    """Would catch `<think>` in a question: DeepSeek does not flag its turn tags as special."""
+    tokenizer = family_tokenizer("deepseek_r1")
+    markers = ThinkingMarkers.from_tokenizer(tokenizer)
+    unopened = prompt_ids(tokenizer, "What is <think>?")[: -len("<think>\n") + 6]
+    assert tokenizer.decode(unopened).endswith("<｜Assistant｜>")
+    assert PhaseTracker(markers, unopened).phase is NONE
+
+
+def test_c3_white_space_tokens_do_not_separate_turns() -> None:
+    """Would catch a line break that is an added token, as in some vocabularies."""
+    tokenizer = build_tokenizer(special=["<bos>"], added=["<think>", "</think>", "\n\n"])
+    markers = ThinkingMarkers.from_tokenizer(tokenizer)
+    ids = ids_of(tokenizer, "<bos>Q<think>\n\n")
+    assert len(ids) == 4
+    assert PhaseTracker(markers, ids).phase is THINKING
+
+
 def test_c3_history_that_keeps_its_thinking() -> None:
     """Would catch an unstripped history, such as training templates write."""
     tokenizer = family_tokenizer("qwen3")
@@ -382,33 +413,84 @@ def test_c6_a_partial_marker_says_what_completes_it() -> None:
         assert tracker.phase is ANSWERING, begun
 
 
-def test_c6_a_partial_marker_of_characters_that_several_tokens_write() -> None:
-    """Would catch forcing that starts over inside a character, for ever."""
-    tokenizer = build_tokenizer()
-    markers = ThinkingMarkers.from_tokenizer(tokenizer, "◁/think▷")
-    tracker = PhaseTracker(markers, [])
-    begun = ids_of(tokenizer, "◁/think")
-    for token_id in begun:
-        tracker.push(token_id)
-    assert tracker.closing_progress == len(begun)
-    assert len(tracker.remaining_closing()) == len("▷".encode())
-    push_all(tracker, tracker.remaining_closing())
-    assert tracker.phase is ANSWERING
-
-
-def test_c6_a_merged_triangle_is_completed_byte_by_byte() -> None:
-    """Like the one above, where the text and not the ids carries the progress."""
-    merges = [("t", "h"), ("th", "i"), ("thi", "n"), ("thin", "k"), ("/", "think")]
+@pytest.mark.parametrize("merges", [[], [("/", "t")]], ids=["by_ids", "by_text"])
+def test_c6_a_marker_of_characters_that_several_tokens_write(merges: list[Any]) -> None:
+    """Would catch forcing that starts over inside a character, doubled or for ever."""
     tokenizer = build_tokenizer(merges=merges)
     markers = ThinkingMarkers.from_tokenizer(tokenizer, "◁/think▷")
+    begun = [index for char in "◁/think" for index in ids_of(tokenizer, char)]
+    assert (begun == list(markers.closing[: len(begun)])) is (not merges)
     tracker = PhaseTracker(markers, [])
-    pieces = [*ids_of(tokenizer, "◁"), *ids_of(tokenizer, "/"), *ids_of(tokenizer, "think")]
-    assert tuple(pieces) != markers.closing[: len(pieces)]
-    push_all(tracker, pieces)
-    for _ in range(8):
-        if tracker.is_open:
-            tracker.push(tracker.remaining_closing()[0])
+    push_all(tracker, begun)
+    assert tracker.closing_progress == len(begun)
+    for left in (3, 2, 1):
+        assert tracker.phase is CLOSING
+        assert len(tracker.remaining_closing()) == left
+        tracker.push(tracker.remaining_closing()[0])
     assert tracker.phase is ANSWERING
+    assert tracker.n_thinking == 0
+
+
+def test_c6_every_byte_of_a_marker_is_progress() -> None:
+    """Would catch a marker repeated because its first character is half written."""
+    markers = ThinkingMarkers.from_tokenizer(build_tokenizer(), "◁/think▷")
+    tracker = PhaseTracker(markers, [])
+    for size, token_id in enumerate(markers.closing[:-1], start=1):
+        assert tracker.push(token_id) is CLOSING
+        assert tracker.closing_progress == size
+        assert tracker.remaining_closing() == markers.closing[size:]
+
+
+@pytest.mark.parametrize("last", [">A", "</think>A", "</think>"])
+def test_c6_the_last_token_may_hold_more_than_the_marker(last: str) -> None:
+    """Would catch a filter that decodes only tokens which lie within the marker."""
+    inner = [*MARKER_MERGES, ("</", "think"), ("</think", ">"), ("</think>", "A")]
+    merges = inner[: 5 + len(last) // 4] if last != ">A" else [*MARKER_MERGES, (">", "A")]
+    tokenizer = build_tokenizer(merges=merges)
+    markers = ThinkingMarkers.from_tokenizer(tokenizer, "</think>")
+    tracker = PhaseTracker(markers, [])
+    ids = ids_of(tokenizer, "b</think>A")
+    assert last in tokenizer.convert_ids_to_tokens(ids)
+    push_all(tracker, ids)
+    assert (tracker.phase, tracker.n_thinking) == (ANSWERING, 1)
+
+
+def test_c6_one_token_may_end_one_marker_and_begin_the_next() -> None:
+    """Would catch an empty block, `<think></think>`, whose `></` is one token."""
+    tokenizer = build_tokenizer(merges=[*MARKER_MERGES, (">", "</")])
+    markers = ThinkingMarkers.from_tokenizer(tokenizer, "</think>", "<think>")
+    tracker = PhaseTracker(markers, [])
+    phases, counts = [], []
+    for token_id in ids_of(tokenizer, "<think></think><think>ab"):
+        phases.append(tracker.push(token_id))
+        counts.append(tracker.n_thinking)
+    assert phases[:5] == [NONE, NONE, CLOSING, CLOSING, ANSWERING]
+    assert set(counts[:5]) == {0}
+    assert (tracker.phase, tracker.blocks, tracker.n_thinking) == (THINKING, 2, 2)
+
+
+def test_c6_text_that_completes_a_marker_outweighs_ids_that_begin_one() -> None:
+    """Would catch `.|end|` missed, because its last token alone could begin the marker."""
+    merges = [("e", "n"), ("en", "d"), (".", "|")]
+    tokenizer = build_tokenizer(merges=merges)
+    markers = ThinkingMarkers.from_tokenizer(tokenizer, "|end|")
+    tracker = PhaseTracker(markers, [])
+    assert push_all(tracker, ids_of(tokenizer, "a.|end|"))[-1] is ANSWERING
+
+
+def test_a_marker_cannot_begin_inside_another_one() -> None:
+    """Would catch an end marker that is half made of the start marker's tokens."""
+    markers = ThinkingMarkers(start=((1, 2),), end=((2, 3),))
+    tracker = PhaseTracker(markers, [])
+    assert push_all(tracker, [1, 2, 3, 2, 3]) == [NONE, THINKING, THINKING, CLOSING, ANSWERING]
+
+
+def test_a_block_may_be_left_and_reopened_by_one_token() -> None:
+    """Would catch a start marker overlooked because the same token breaks the end marker off."""
+    markers = ThinkingMarkers(start=((7,),), end=((5, 6),), pause=frozenset({5}))
+    tracker = PhaseTracker(markers, [7])
+    assert push_all(tracker, [1, 5, 7, 2]) == [THINKING, CLOSING, THINKING, THINKING]
+    assert (tracker.blocks, tracker.n_thinking) == (2, 1)
 
 
 def naive_position(text: Sequence[int], marker: tuple[int, ...]) -> int | None:
@@ -594,8 +676,8 @@ def test_a_copy_goes_its_own_way() -> None:
     markers = ThinkingMarkers.from_tokenizer(tokenizer, "</think>")
     tracker = PhaseTracker(markers, [])
     push_all(tracker, ids_of(tokenizer, "a.</think"))
-    twin = tracker.copy()
-    push_all(twin, ids_of(tokenizer, ">\nA"))
-    assert (twin.phase, tracker.phase) == (ANSWERING, CLOSING)
-    push_all(tracker, ids_of(tokenizer, "ing"))
-    assert (tracker.phase, twin.n_answer) == (THINKING, 1)
+    twin, other = tracker.copy(), tracker.copy()
+    push_all(twin, ids_of(tokenizer, "ing, thinking"))
+    push_all(tracker, ids_of(tokenizer, ">\nA"))
+    assert [each.phase for each in (tracker, twin, other)] == [ANSWERING, THINKING, CLOSING]
+    assert (tracker.n_answer, twin.n_answer) == (1, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,14 @@ def fork(cache: Cache) -> Cache:
     forked = copy.copy(cache)
     forked.layers = [kind_of(layer).fork(layer) for layer in cache.layers]
     return forked
+
+
+def cache_tensors(cache: Cache) -> Iterator[torch.Tensor]:
+    """Every tensor that the layers of `cache` hold, those in dicts of states included."""
+    for layer in cache.layers:
+        for value in layer.__dict__.values():
+            held = value.values() if isinstance(value, dict) else (value,)
+            yield from (tensor for tensor in held if isinstance(tensor, torch.Tensor))
 
 
 def add_row(cache: Cache, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 import ssr_hf
 
-from .timeline import KINDS, Span, timeline
+from .timeline import KINDS, Span, answer_start, timeline
 
 KIND_STYLES = {
     "prompt": "dim",
@@ -36,8 +36,21 @@ def print_chart(console: Console, stats: ssr_hf.SpeculationStats) -> None:
         row.append(_cells(own, end, n_cells), KIND_STYLES[kind])
         row.append(f"{_facts(kind, own):>{_FACTS}}", "dim")
         console.print(row, soft_wrap=True)
-    scale = f"0{f'{end:.2f} s':>{n_cells - 1}}"
-    console.print(Text(" " * (_MARGIN + _LABEL)).append(scale, "dim"), soft_wrap=True)
+    axis = Text(" " * (_MARGIN + _LABEL)).append(_axis(answer_start(stats), end, n_cells), "dim")
+    console.print(axis.append(f"{f'total {end:.2f} s':>{_FACTS}}", "dim"), soft_wrap=True)
+
+
+def _axis(answer: float | None, end: float, n_cells: int) -> str:
+    """The time axis, with the moment at which thinking had ended."""
+    line = f"{0:<{n_cells}}"
+    if answer is None or not end:
+        return line
+    at = min(int(answer / end * n_cells), n_cells - 1)
+    note = "▲ answer"
+    if at + len(note) > n_cells:
+        note = "answer ▲"
+        at -= len(note) - 1
+    return line[: max(at, 0)] + note + line[at + len(note) :]
 
 
 def _cells(spans: Sequence[Span], end: float, n_cells: int) -> str:
@@ -58,7 +71,7 @@ def _cells(spans: Sequence[Span], end: float, n_cells: int) -> str:
 
 def _facts(kind: str, spans: Sequence[Span]) -> str:
     if not spans:
-        return _NOTHING
+        return "–"
     seconds = sum(span.seconds for span in spans)
     tokens = sum(span.tokens for span in spans)
     if kind in ("verification", "suffix"):
@@ -67,7 +80,4 @@ def _facts(kind: str, spans: Sequence[Span]) -> str:
             sum(span.proposed for span in spans),
         )
         return f"{accepted}/{proposed} accepted {seconds:5.2f} s"
-    return f"{tokens} tokens {seconds:5.2f} s"
-
-
-_NOTHING = "–"
+    return f"{tokens} {'token' if tokens == 1 else 'tokens'} {seconds:5.2f} s"

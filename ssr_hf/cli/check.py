@@ -18,10 +18,10 @@ from .console import EXIT_NEGATIVE, Meter, out_console, write_json
 from .loading import Session, open_session
 from .options import GenerationOptions, ModelOptions, PlacementOptions, spread
 from .prompts import Request, built_in_prompts, make_request
-from .report import different_line, drafts_line
-from .running import run_plain, run_speculative
+from .report import different_line
+from .running import Run, run_plain, run_speculative
 
-_LANES = ("lockstep", "sequential", "stream")
+_OTHER_LANES = ("sequential", "stream")
 _MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "dim")}
 _GREEDY = GenerationOptions()
 _SAMPLED = GenerationOptions(temperature=1.0)
@@ -89,7 +89,7 @@ def check(
 
 def _line(finding: Finding) -> Text:
     mark, style = _MARKS[finding.passed]
-    line = Text(f"  {mark} ", style).append(f"{finding.name:<18}", "default")
+    line = Text("  ").append(mark, style).append(f" {finding.name:<17}")
     return line.append(finding.text, "dim")
 
 
@@ -102,42 +102,43 @@ def _findings(
     prompt = built_in_prompts(1, seed=0)[0]
     request = make_request(session, prompt, raw=False, max_new_tokens=n_tokens)
     try:
-        comparison = prober.compare("lockstep", request)
-        if not comparison.stats.thinking_tokens and session.markers.start:
+        plain = prober.plain(request, _GREEDY)
+        speculative = prober.speculative(request, _GREEDY, "lockstep")
+        if not speculative.stats.thinking_tokens and session.markers.start:
             request = _with_thinking_opened(request, session.markers.start[0])
-            comparison = prober.compare("lockstep", request)
+            plain = prober.plain(request, _GREEDY)
+            speculative = prober.speculative(request, _GREEDY, "lockstep")
     except ssr_hf.UnsupportedError as error:
         yield Finding("cache", False, str(error))
         return
-    yield Finding("cache", True, _layers(comparison))
-    problems = comparison.stats.notes
-    yield Finding(
-        "probe", not problems, "; ".join(problems) or "several tokens at once equal single steps"
-    )
-    yield _judge("lane lockstep", comparison, session)
-    for lane in _LANES[1:]:
-        yield _judge(f"lane {lane}", prober.compare(lane, request), session)
-    yield _judge("sampling, one seed", prober.compare("auto", request, _SAMPLED), session)
+    yield Finding("cache", True, _layers(speculative))
+    problems = "; ".join(speculative.stats.notes)
+    yield Finding("probe", not problems, problems or "several tokens at once equal single steps")
+    yield _judge("lane lockstep", plain, speculative, session)
+    for lane in _OTHER_LANES:
+        speculative = prober.speculative(request, _GREEDY, lane)
+        yield _judge(f"lane {lane}", plain, speculative, session)
+    plain = prober.plain(request, _SAMPLED)
+    speculative = prober.speculative(request, _SAMPLED, "auto")
+    yield _judge("sampling, seeded", plain, speculative, session)
 
 
 @dataclass(frozen=True)
 class _Prober:
-    """Compares plain and self-speculative generation of one request in any lane."""
+    """Runs a request both ways, with progress."""
 
     session: Session
     config: ssr_hf.SelfSpeculationConfig
 
-    def compare(
-        self, lane: str, request: Request, generation: GenerationOptions = _GREEDY
-    ) -> Comparison:
+    def plain(self, request: Request, generation: GenerationOptions) -> Run:
+        budget = self.config.thinking_budget
+        with Meter("Plain generate", request.max_new_tokens) as meter:
+            return run_plain(self.session, request, generation, budget, meter.count)
+
+    def speculative(self, request: Request, generation: GenerationOptions, lane: str) -> Run:
         config = replace(self.config, lane=lane)
-        n_steps = 2 * request.max_new_tokens
-        with Meter(f"Comparing, lane {lane}", n_steps) as meter:
-            budget = config.thinking_budget
-            return Comparison(
-                plain=run_plain(self.session, request, generation, budget, meter.count),
-                speculative=run_speculative(self.session, request, generation, config, meter.count),
-            )
+        with Meter(f"Self-speculation, lane {lane}", request.max_new_tokens) as meter:
+            return run_speculative(self.session, request, generation, config, meter.count)
 
 
 def _with_thinking_opened(request: Request, start: tuple[int, ...]) -> Request:
@@ -146,12 +147,14 @@ def _with_thinking_opened(request: Request, start: tuple[int, ...]) -> Request:
     return replace(request, input_ids=opened)
 
 
-def _judge(name: str, comparison: Comparison, session: Session) -> Finding:
-    stats = comparison.stats
-    n = len(comparison.plain.token_ids)
+def _judge(name: str, plain: Run, speculative: Run, session: Session) -> Finding:
+    comparison = Comparison(plain=plain, speculative=speculative)
     if not comparison.identical:
         return Finding(name, False, different_line(comparison, session.model.dtype).plain)
-    return Finding(name, True, f"{n} tokens the same · {drafts_line(stats).plain.strip()}")
+    stats = comparison.stats
+    gains = f"draft {stats.accepted_prefix}/{stats.draft_tokens}"
+    gains += f", suffix {stats.suffix_accepted}/{stats.suffix_proposed} accepted"
+    return Finding(name, True, f"{len(plain.token_ids)} tokens the same; {gains}")
 
 
 def _markers(session: Session) -> str:
@@ -163,6 +166,6 @@ def _markers(session: Session) -> str:
     return f"{start} ... {show(session.markers.end)}"
 
 
-def _layers(comparison: Comparison) -> str:
-    counts = Counter(comparison.speculative.cache_layers)
+def _layers(run: Run) -> str:
+    counts = Counter(run.cache_layers)
     return ", ".join(f"{n} {name}" for name, n in counts.items())

@@ -83,5 +83,3 @@ def _ratio(plain: float | None, speculative: float | None) -> float | None:
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
-
-

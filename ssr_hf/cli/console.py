@@ -134,9 +134,7 @@ class Meter:
             disable=not self._console.is_terminal,
         )
         self._task = self._progress.add_task(escape(what), total=total, detail="")
-        self._next = time.monotonic() + (
-            0.0 if self._console.is_terminal else _PATIENCE_SECONDS
-        )
+        self._next = time.monotonic() + (0.0 if self._console.is_terminal else _PATIENCE_SECONDS)
 
     def __enter__(self) -> Meter:
         self._progress.start()

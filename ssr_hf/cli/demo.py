@@ -101,9 +101,7 @@ class _Stage:
         painter.finish()
         heading(console, "self-speculation", legend())
         painter = self._painter(console)
-        speculative = run_speculative(
-            self.session, request, self.generation, self.config, painter
-        )
+        speculative = run_speculative(self.session, request, self.generation, self.config, painter)
         painter.finish()
         return Comparison(plain=plain, speculative=speculative)
 

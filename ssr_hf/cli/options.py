@@ -123,7 +123,7 @@ class GenerationOptions:
         return self.top_p is not None or self.top_k is not None
 
     def generate_kwargs(self) -> dict[str, Any]:
-        """Arguments of `generate`; what a model's own generation config samples by is overridden."""
+        """Arguments of `generate`, on top of the model's own generation config."""
         if not self.samples:
             return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
@@ -152,14 +152,24 @@ class SpeculationOptions:
     ] = None  # fmt: skip
     draft_interval: Annotated[
         int | None,
-        _option(_SPECULATION, "--draft-interval", metavar="N", help="Then draft again every so many tokens."),
+        _option(
+            _SPECULATION,
+            "--draft-interval",
+            metavar="N",
+            help="Then draft again every so many tokens.",
+        ),
     ] = None
     max_draft_tokens: Annotated[
         int | None, _option(_SPECULATION, "--max-draft-tokens", metavar="N", help="Longest draft.")
     ] = None
     thinking_budget: Annotated[
         int | None,
-        _option(_SPECULATION, "--thinking-budget", metavar="N", help="Thinking tokens before it is ended."),
+        _option(
+            _SPECULATION,
+            "--thinking-budget",
+            metavar="N",
+            help="Thinking tokens before it is ended.",
+        ),
     ] = None
     reuse: Annotated[
         str | None,
@@ -170,16 +180,30 @@ class SpeculationOptions:
         _option(_SPECULATION, "--lane", help="auto, lockstep, stream or sequential."),
     ] = None
     suffix_max_match: Annotated[
-        int | None, _option(_SPECULATION, "--suffix-max-match", metavar="N", help="Longest matched suffix.")
+        int | None,
+        _option(_SPECULATION, "--suffix-max-match", metavar="N", help="Longest matched suffix."),
     ] = None
     suffix_max_tokens: Annotated[
-        int | None, _option(_SPECULATION, "--suffix-max-tokens", metavar="N", help="Longest proposed span.")
+        int | None,
+        _option(_SPECULATION, "--suffix-max-tokens", metavar="N", help="Longest proposed span."),
     ] = None
     end_of_thinking: Annotated[
-        str | None, _option(_SPECULATION, "--end-of-thinking", metavar="TEXT", help="Marker, where not found.")
+        str | None,
+        _option(_SPECULATION, "--end-of-thinking", metavar="TEXT", help="Marker, where not found."),
     ] = None
     start_of_thinking: Annotated[
-        str | None, _option(_SPECULATION, "--start-of-thinking", metavar="TEXT", help="Marker, where not found.")
+        str | None,
+        _option(
+            _SPECULATION, "--start-of-thinking", metavar="TEXT", help="Marker, where not found."
+        ),
+    ] = None
+    adaptive: Annotated[
+        bool | None,
+        _option(
+            _SPECULATION,
+            "--adaptive/--no-adaptive",
+            help="Follow measured cost and acceptance, or the settings alone.",
+        ),
     ] = None
     reference: Annotated[
         bool,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import ssr_hf
 
 from .console import InputError
-from .timeline import KINDS, timeline
+from .timeline import KINDS, answer_start, timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,15 +58,27 @@ def draw(stats: ssr_hf.SpeculationStats, subtitle: str) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.8), layout="constrained")
-    figure.suptitle("Self-speculation, one generation", x=0.01, ha="left", fontweight="bold")
     rows, curve = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    rows.set_title(subtitle, loc="left", fontsize=9, color="#555b63")
+    rows.set_title("Self-speculation, one generation\n", loc="left", fontsize=12, fontweight="bold")
+    rows.text(0, 1.03, subtitle, transform=rows.transAxes, fontsize=9, color="#555b63")
     _draw_rows(rows, stats)
     _draw_curve(curve, stats)
+    answer = answer_start(stats)
+    if answer is not None:
+        curve.annotate(
+            "answer",
+            (answer, 0),
+            textcoords="offset points",
+            xytext=(4, 4),
+            fontsize=8,
+            color="#555b63",
+        )
     for axes in (rows, curve):
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)
         axes.grid(axis="x", color="#e6e8eb")
+        if answer is not None:
+            axes.axvline(answer, color="#555b63", linewidth=0.8, linestyle=":")
     return figure
 
 
@@ -83,15 +95,6 @@ def _draw_curve(axes: Any, stats: ssr_hf.SpeculationStats) -> None:
     ends = [0.0, *(entry.start + entry.seconds for entry in stats.rounds)]
     tokens = [0, *accumulate(entry.n_committed for entry in stats.rounds)]
     axes.step(ends, tokens, where="post", color="#33383f", linewidth=1.4)
-    if stats.thinking_ended:
-        axes.axhline(stats.thinking_tokens, color="#8a94a3", linewidth=0.8, linestyle=":")
-        axes.annotate(
-            "end of thinking",
-            (0, stats.thinking_tokens),
-            textcoords="offset points",
-            xytext=(4, 3),
-            fontsize=8,
-            color="#555b63",
-        )
     axes.set_xlabel("seconds")
     axes.set_ylabel("tokens")
+    axes.set_ylim(bottom=0)

@@ -64,9 +64,7 @@ def make_request(
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
         input_ids = _apply_template(tokenizer, messages)
     limit = _room(session.context, input_ids.shape[1], max_new_tokens)
-    return Request(
-        prompt=text, input_ids=input_ids.to(session.model.device), max_new_tokens=limit
-    )
+    return Request(prompt=text, input_ids=input_ids.to(session.model.device), max_new_tokens=limit)
 
 
 def _last_content(messages: Messages) -> str:

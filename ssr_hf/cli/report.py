@@ -80,11 +80,11 @@ def different_line(comparison: Comparison, dtype: torch.dtype) -> Text:
 
 def drafts_line(stats: ssr_hf.SpeculationStats, label: str = "") -> Text:
     """What drafts and suffix matches gave, in one line."""
-    parts = [f"{len(stats.drafts)} draft{'' if len(stats.drafts) == 1 else 's'}"]
-    if stats.drafts:
-        parts[0] += f" of {stats.draft_tokens} tokens"
-        parts.append(f"{stats.accepted_prefix} accepted at once")
-    parts.append(f"{stats.suffix_accepted} of {stats.suffix_proposed} suffix tokens accepted")
+    n_drafts = len(stats.drafts)
+    parts = [f"{n_drafts} draft{'' if n_drafts == 1 else 's'}"]
+    if n_drafts:
+        parts[0] += f": {stats.accepted_prefix}/{stats.draft_tokens} tokens accepted at once"
+    parts.append(f"suffix matches: {stats.suffix_accepted}/{stats.suffix_proposed} accepted")
     if not stats.thinking_ended:
         parts.append("thinking did not end")
     return Text(f"  {label}{' · '.join(parts)}", "dim")

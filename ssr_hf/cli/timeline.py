@@ -70,6 +70,18 @@ def timeline(stats: ssr_hf.SpeculationStats) -> list[Span]:
     return spans + drafts
 
 
+def answer_start(stats: ssr_hf.SpeculationStats) -> float | None:
+    """When thinking had ended, in seconds since the call began; None if it did not."""
+    if not stats.thinking_ended:
+        return None
+    n_tokens = 0
+    for entry in stats.rounds:
+        n_tokens += entry.n_committed
+        if n_tokens >= stats.thinking_tokens:
+            return entry.start + entry.seconds
+    return None
+
+
 def _span_of(entry: Round) -> Span:
     by_source = {"draft": "verification", "suffix": "suffix"}
     by_phase = {"prefill": "prompt", "thinking": "thinking", "closing": "thinking"}
@@ -99,6 +111,7 @@ def _join(first: Span, second: Span) -> Span:
 def as_record(stats: ssr_hf.SpeculationStats) -> dict[str, Any]:
     """Rounds, spans and figures, for machines."""
     return {
+        "answer_start": answer_start(stats),
         "spans": [asdict(span) for span in timeline(stats)],
         "rounds": [entry._asdict() for entry in stats.rounds],
         "speculation": stats.to_dict(),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from .base import DraftRules, DraftWriter, Lane
 from .lockstep import LockstepLane
 from .sequential import SequentialLane
+from .stream import StreamLane
 
 LANE_TYPES: dict[str, type[Lane]] = {
-    lane.name: lane for lane in (LockstepLane, SequentialLane)
+    lane.name: lane for lane in (LockstepLane, StreamLane, SequentialLane)
 }
 
 __all__ = ["LANE_TYPES", "DraftRules", "DraftWriter", "Lane"]

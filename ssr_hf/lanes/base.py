@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from ..target import Target
 
 
+class Guesser(Protocol):
+    """Guesses how a text goes on."""
+
+    def __call__(self, token_ids: Sequence[int], room: int, n_pending: int) -> Candidates:
+        """At most `room` candidates behind `token_ids`; `n_pending` more are fed with them."""
+
+
 @dataclass(frozen=True, slots=True)
 class DraftRules:
     """What holds for every draft of one generation.
@@ -28,12 +35,15 @@ class DraftRules:
         eos_token_ids (`frozenset[int]`): Tokens that end a draft.
         logits_processor (`LogitsProcessorList`): Only processors without side effects.
         seed (`int`, *optional*): Drafts are sampled with this seed; they are greedy when None.
+        make_guesser (`Callable`, *optional*): Makes, from the text at the fork and the previous
+            draft, a function that guesses what an independent draft writes next.
     """
 
     closing_ids: tuple[int, ...]
     eos_token_ids: frozenset[int]
     logits_processor: LogitsProcessorList
     seed: int | None = None
+    make_guesser: Callable[[Sequence[int], Draft | None], Guesser] | None = None
 
     @property
     def samples(self) -> bool:
@@ -107,6 +117,13 @@ class DraftWriter:
                 return position + 1
         raise AssertionError("the loop returns at the last position")
 
+    def guesser(self, previous: Draft | None) -> Guesser:
+        """What guesses this draft's next tokens; it guesses nothing where nothing was set."""
+        make = self._rules.make_guesser
+        if make is None:
+            return lambda token_ids, room, n_pending: NO_CANDIDATES
+        return make(self.sequence.token_ids[: self._start], previous)
+
     def _select(self, position_logits: torch.Tensor) -> int:
         if len(self._rules.logits_processor) == 0:
             return int(position_logits.argmax(dim=-1).item())
@@ -162,10 +179,12 @@ def write_draft(
     previous: Draft | None,
     cancelled: Callable[[], bool],
 ) -> None:
-    """Writes a whole draft on an independent target, one forward per token."""
+    """Writes a whole draft on an independent target, speculating on what is known already."""
     inherit(child, writer, previous)
+    guess = writer.guesser(previous)
     while not writer.finished and not cancelled():
-        child.keep(writer.write(child.forward()))
+        candidates = guess(writer.sequence.token_ids, writer.room - 1, child.n_pending)
+        child.keep(writer.write(child.forward(candidates.token_ids), candidates))
 
 
 class Lane(ABC):
@@ -199,6 +218,11 @@ class Lane(ABC):
     @abstractmethod
     def open(self, writer: DraftWriter, previous: Draft | None) -> None:
         """Starts a draft. The parent's text at this moment is `writer`'s prefix."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the open draft will get no further token."""
+        return self.writer is not None and self.writer.finished
 
     def forward(self, candidates: Candidates) -> torch.Tensor:
         """The parent's forward of this round; a draft may ride in it.
