@@ -12,6 +12,7 @@ alone a run is reproducible.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -31,7 +32,6 @@ import typer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import (
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -66,6 +66,7 @@ MAX_POSITIONS = 2048
 # Tokens of a suffix, and of a proposal, when the evaluation replays an answer against a draft.
 SUFFIX_LENGTH, MAX_PROPOSAL = 4, 16
 IGNORED = -100
+STAGES_FILE = "training.json"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -114,6 +115,14 @@ def train_tokenizer(seed: int, num_problems: int = 4000) -> PreTrainedTokenizerF
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
+
+
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+    """Load a trained tokenizer such that saving it again writes the same files."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+    for key in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(key, None)
+    return tokenizer
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, layers: int, width: int) -> Qwen3ForCausalLM:
@@ -232,7 +241,6 @@ def collate(examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor]:
 class Recipe:
     """Options of a training run; see the `train` command."""
 
-    preset: str
     layers: int
     width: int
     steps: int
@@ -243,6 +251,34 @@ class Recipe:
     batch_tokens: int
     cut_fraction: float
     short_fraction: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A training run and its outcome.
+
+    Attributes:
+        recipe (`Recipe`): The options of the run.
+        steps (`int`): Steps taken, fewer than the recipe's if time ran out.
+        tokens (`int`): Tokens seen, padding included.
+        minutes (`float`): Duration.
+        loss (`float`): Running mean of the loss at the end.
+    """
+
+    recipe: Recipe
+    steps: int
+    tokens: int
+    minutes: float
+    loss: float
+
+
+def read_stages(directory: Path) -> list[Stage]:
+    """The runs that led to a model, as far as its directory records them."""
+    path = directory / STAGES_FILE
+    if not path.exists():
+        return []
+    records = json.loads(path.read_text(encoding="utf-8"))
+    return [Stage(**{**record, "recipe": Recipe(**record["recipe"])}) for record in records]
 
 
 class Schedule:
@@ -303,8 +339,8 @@ def train_model(
     recipe: Recipe,
     checkpoint_dir: Path | None,
     checkpoint_minutes: float = 5.0,
-) -> dict[str, float]:
-    """Train the model in place and return the steps, tokens, minutes and final loss of the run."""
+) -> Stage:
+    """Train the model in place and return what the run took and reached."""
     rng = random.Random(f"train-{recipe.seed}")
     builder = ExampleBuilder(tokenizer, recipe.cut_fraction)
     short = training_batches(builder, rng, (2, 4), recipe.batch_tokens)
@@ -337,12 +373,7 @@ def train_model(
         if checkpoint_dir and schedule.minutes - saved_at >= checkpoint_minutes:
             save(model, tokenizer, checkpoint_dir, torch.float32)
             saved_at = schedule.minutes
-    return {
-        "steps": step,
-        "tokens": tokens,
-        "minutes": schedule.minutes,
-        "loss": loss_average,
-    }
+    return Stage(recipe, step, tokens, schedule.minutes, loss_average)
 
 
 def save(
@@ -362,6 +393,8 @@ def save(
         do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     copy.save_pretrained(staging)
+    # Written for the owner alone otherwise, which an installed package would inherit.
+    (staging / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(staging)
     shutil.rmtree(output, ignore_errors=True)
     staging.rename(output)
@@ -560,15 +593,15 @@ point of its reasoning.
   {kv_heads} key-value heads of size {head_size}, tied embeddings, {vocab} tokens (byte-level BPE
   trained on the same generator), weights stored in half precision.
 - Optimizer: Muon for the matrices (momentum 0.95, weight decay 0.05), AdamW for embeddings and
-  norms; peak learning rate {peak_lr:g}, {warmup_steps} warm-up steps, cosine decay; gradient norm
-  clipped to 1.0; bfloat16 autocast.
-- {steps} steps of about {batch_tokens} tokens ({tokens_in_millions:.1f} million tokens), the first
-  {short_fraction:.0%} of the schedule on problems of 2 to 4 notes; loss on reasoning and answer
-  only; final loss {loss:.4f}.
+  norms, one learning rate with warm-up and cosine decay for both; gradient norm clipped to 1.0;
+  bfloat16 autocast.
+- Loss on reasoning and answer only, never on the marker that closes a shortened chain of thought.
 - Hardware: 2 CPU cores (AMD EPYC), fp32/bf16, {minutes:.0f} minutes.
 
+{stages}
+
 ```bash
-{command}
+{commands}
 ```
 
 ## Evaluation
@@ -605,25 +638,27 @@ Text other than such problems gives meaningless output.
 def write_card(
     output: Path,
     model: Qwen3ForCausalLM,
-    recipe: Recipe,
-    run: dict[str, float],
+    stages: Sequence[Stage],
     outcomes: Sequence[Outcome],
     eval_seed: int,
 ) -> None:
-    """Write the model card with the recipe and the measured figures."""
+    """Write the model card with the recipe of every stage and the measured figures."""
     config = model.config
     card = CARD.format(
-        **{**asdict(recipe), **run},
         parameters=model.num_parameters() / 1e6,
-        tokens_in_millions=run["tokens"] / 1e6,
         min_notes=MIN_NOTES,
         max_notes=MAX_NOTES,
+        cut_fraction=stages[-1].recipe.cut_fraction,
+        layers=config.num_hidden_layers,
+        width=config.hidden_size,
         intermediate=config.intermediate_size,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_size=config.head_dim,
         vocab=config.vocab_size,
-        command=train_command(output, recipe, int(run["steps"])),
+        minutes=sum(stage.minutes for stage in stages),
+        stages=describe_stages(stages),
+        commands="\n".join(stage_commands(output, stages)),
         num_prompts=len(outcomes),
         eval_seed=eval_seed,
         suffix_length=SUFFIX_LENGTH,
@@ -637,23 +672,41 @@ def write_card(
     (output / "README.md").write_text(card, encoding="utf-8")
 
 
-def train_command(output: Path, recipe: Recipe, steps: int) -> str:
-    """The command that repeats a run; one bounded by time is repeated by its number of steps."""
-    options = {
-        "preset": recipe.preset,
-        "layers": recipe.layers,
-        "width": recipe.width,
-        "steps": steps,
-        "seed": recipe.seed,
-        "peak-lr": recipe.peak_lr,
-        "warmup-steps": recipe.warmup_steps,
-        "batch-tokens": recipe.batch_tokens,
-        "cut-fraction": recipe.cut_fraction,
-        "short-fraction": recipe.short_fraction,
-    }
-    words = [f"--{name} {value}" for name, value in options.items()]
-    command = ["python scripts/train_tiny_reasoner.py train", f"--output {output.name}", *words]
-    return " \\\n    ".join(command)
+def describe_stages(stages: Sequence[Stage]) -> str:
+    """A Markdown table of the runs that led to a model."""
+    lines = [
+        "| run | steps | million tokens | peak rate | short problems | final loss |",
+        "|---|---|---|---|---|---|",
+    ]
+    for number, stage in enumerate(stages, start=1):
+        lines.append(
+            f"| {number} | {stage.steps} | {stage.tokens / 1e6:.1f} | {stage.recipe.peak_lr:g} | "
+            f"first {stage.recipe.short_fraction:.0%} | {stage.loss:.4f} |"
+        )
+    return "\n".join(lines)
+
+
+def stage_commands(output: Path, stages: Sequence[Stage]) -> list[str]:
+    """The commands that repeat the runs; one bounded by time is repeated by its steps."""
+    commands = []
+    for number, stage in enumerate(stages, start=1):
+        last = number == len(stages)
+        options = {
+            "output": output.name if last else f"{output.name}_{number}",
+            "init-from": f"{output.name}_{number - 1}" if number > 1 else None,
+            "layers": stage.recipe.layers,
+            "width": stage.recipe.width,
+            "steps": stage.steps,
+            "seed": stage.recipe.seed,
+            "peak-lr": stage.recipe.peak_lr,
+            "warmup-steps": stage.recipe.warmup_steps,
+            "batch-tokens": stage.recipe.batch_tokens,
+            "cut-fraction": stage.recipe.cut_fraction,
+            "short-fraction": stage.recipe.short_fraction,
+        }
+        words = [f"--{name} {value}" for name, value in options.items() if value is not None]
+        commands.append(" \\\n    ".join(["python scripts/train_tiny_reasoner.py train", *words]))
+    return commands
 
 
 # --- Command line ----------------------------------------------------------------------------
@@ -699,7 +752,6 @@ def train(
     torch.manual_seed(seed)
     default_layers, default_width = PRESETS[preset]
     recipe = Recipe(
-        preset=preset,
         layers=layers or default_layers,
         width=width or default_width,
         steps=steps,
@@ -712,19 +764,22 @@ def train(
         short_fraction=short_fraction,
     )
     source = tokenizer or init_from
-    trained = AutoTokenizer.from_pretrained(source) if source else train_tokenizer(seed)
+    trained = load_tokenizer(source) if source else train_tokenizer(seed)
     if init_from:
         model = Qwen3ForCausalLM.from_pretrained(init_from, dtype=torch.float32)
     else:
         model = build_model(trained, recipe.layers, recipe.width)
     print(f"{model.num_parameters():,} parameters, {len(trained)} tokens", flush=True)
-    run = train_model(model, trained, recipe, checkpoint_dir)
+    stages = read_stages(init_from) if init_from else []
+    stages.append(train_model(model, trained, recipe, checkpoint_dir))
     save(model, trained, output, torch.float16)
+    records = json.dumps([asdict(stage) for stage in stages], indent=2)
+    (output / STAGES_FILE).write_text(f"{records}\n", encoding="utf-8")
     # Read back, so that the figures are those of the rounded weights.
     model = Qwen3ForCausalLM.from_pretrained(output, dtype=torch.float32).eval()
     outcomes = evaluate_model(model, trained, eval_prompts, eval_seed)
     print(format_table(outcomes), flush=True)
-    write_card(output, model, recipe, run, outcomes, eval_seed)
+    write_card(output, model, stages, outcomes, eval_seed)
 
 
 @app.command()
@@ -737,7 +792,7 @@ def evaluate(
     """Evaluate a trained model and print its figures."""
     torch.set_num_threads(threads)
     loaded = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    outcomes = evaluate_model(loaded, AutoTokenizer.from_pretrained(model), eval_prompts, eval_seed)
+    outcomes = evaluate_model(loaded, load_tokenizer(model), eval_prompts, eval_seed)
     print(format_table(outcomes), flush=True)
 
 

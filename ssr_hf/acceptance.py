@@ -13,8 +13,7 @@ sample of the longer one's own distribution, and this is what the new draft keep
 All of this is exact only while no decision depends on tokens that are still to be judged: a draft
 that is verified only if it did not end early is no sample of `q` any more. With sampled drafts,
 therefore, branch points follow from the chain of thought alone, whether or not an earlier draft has
-ended (`DraftSchedule`), no round passes a branch point or the end of thinking, and the suffix index
-gets a draft only after the draft's prefix was verified (`Proposer`).
+ended, and no round passes a branch point or the beginning or end of thinking (`DraftSchedule`).
 """
 
 from __future__ import annotations

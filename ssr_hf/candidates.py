@@ -157,7 +157,6 @@ class Proposer:
         self._pacer = pacer
         self._generator = SuffixCandidateGenerator(config.suffix)
         self._unverified: Draft | None = None
-        self._withheld: list[Draft] = []
         if config.proposes_spans:
             self._generator.add("prompt", sequence.token_ids)
 
@@ -191,25 +190,13 @@ class Proposer:
         if n_answer < len(draft.token_ids) and draft.token_ids[:n_answer] == tuple(answer):
             return Candidates(draft.token_ids[n_answer:], "draft", draft.proposals[n_answer:])
         self._unverified = None
-        self._release()
         return NO_CANDIDATES
-
-    def _release(self) -> None:
-        """Indexes the drafts that were withheld until one of them was verified."""
-        for draft in self._withheld:
-            self._generator.add_draft(draft)
-        self._withheld.clear()
 
     def add_draft(self, draft: Draft) -> None:
         """Takes a draft that ended; it replaces older ones for prefix verification."""
         if self._config.verifies_prefix:
             self._unverified = draft
-        if not self._config.proposes_spans:
-            return
-        if draft.proposals:
-            # No decision may depend on a sampled draft before it is judged.
-            self._withheld.append(replace(draft, proposals=()))
-        else:
+        if self._config.proposes_spans:
             self._generator.add_draft(draft)
 
     def observe(self, verdict: Verdict) -> None:

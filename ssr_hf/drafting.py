@@ -108,19 +108,21 @@ class DraftSchedule:
         return ended
 
     def limit(self, candidates: Candidates) -> Candidates:
-        """Ends a round of thinking where sampled drafts need it: see `acceptance`.
+        """Ends a round before the answer where sampled drafts need it: see `acceptance`.
 
         Args:
             candidates (`Candidates`): What was chosen for the next round.
 
         Returns:
-            `Candidates`: Those before the next branch point and the end of thinking.
+            `Candidates`: Those before the next branch point and the beginning or end of thinking.
         """
-        if not self._rules.samples or self._tracker.phase is not Phase.THINKING:
+        phase = self._tracker.phase
+        if not self._rules.samples or phase not in (Phase.NONE, Phase.THINKING):
             return candidates
         ahead = self._tracker.copy()
         for n_before, token_id in enumerate(candidates.token_ids):
-            if ahead.push(token_id) is not Phase.THINKING or self._is_due(ahead):
+            moves_on = ahead.push(token_id) is not phase
+            if moves_on or (phase is Phase.THINKING and self._is_due(ahead)):
                 return candidates.first(n_before)
         return candidates
 

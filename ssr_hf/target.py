@@ -207,11 +207,17 @@ class Target:
             self._shift_child(kwargs)
         return kwargs
 
+    def _n_positions(self) -> int:
+        """Positions of the parent's text: more than ids after a prefilled cache or embeddings."""
+        if all(self.cache.is_linear):
+            return len(self.sequence)
+        return self.cache.get_seq_length() - self._lead + self.n_pending
+
     def _shift_child(self, kwargs: dict[str, Any]) -> None:
         """Masks the parent's left padding and moves the child's positions ahead by `lead`."""
-        length = len(self.sequence)
         mask = kwargs.get("attention_mask")
         if mask is None:
+            length = self._n_positions()
             mask = torch.ones(2, length, dtype=torch.long, device=self.sequence.device)
         padding = mask.new_zeros(1, self._lead)
         parent = torch.cat([padding, mask[:1]], dim=1)

@@ -441,17 +441,22 @@ def test_c6_every_byte_of_a_marker_is_progress() -> None:
         assert tracker.remaining_closing() == markers.closing[size:]
 
 
-@pytest.mark.parametrize("last", [">A", "</think>A", "</think>"])
-def test_c6_the_last_token_may_hold_more_than_the_marker(last: str) -> None:
+@pytest.mark.parametrize(
+    "merges",
+    [
+        [*MARKER_MERGES, (">", "A")],
+        [*MARKER_MERGES, ("</", "think"), ("</think", ">")],
+        [*MARKER_MERGES, ("</", "think"), ("</think", ">"), ("</think>", "A")],
+    ],
+    ids=["end_and_more", "all", "all_and_more"],
+)
+def test_c6_the_last_token_may_hold_more_than_a_piece(merges: list[tuple[str, str]]) -> None:
     """Would catch a filter that decodes only tokens which lie within the marker."""
-    inner = [*MARKER_MERGES, ("</", "think"), ("</think", ">"), ("</think>", "A")]
-    merges = inner[: 5 + len(last) // 4] if last != ">A" else [*MARKER_MERGES, (">", "A")]
     tokenizer = build_tokenizer(merges=merges)
-    markers = ThinkingMarkers.from_tokenizer(tokenizer, "</think>")
+    markers = ThinkingMarkers.from_tokenizer(tokenizer, "</think>", start_of_thinking=[])
     tracker = PhaseTracker(markers, [])
-    ids = ids_of(tokenizer, "b</think>A")
-    assert last in tokenizer.convert_ids_to_tokens(ids)
-    push_all(tracker, ids)
+    assert "".join(merges[-1]) in tokenizer.tokenize("b</think>A")
+    push_all(tracker, ids_of(tokenizer, "b</think>A"))
     assert (tracker.phase, tracker.n_thinking) == (ANSWERING, 1)
 
 

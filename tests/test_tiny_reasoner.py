@@ -156,12 +156,16 @@ def test_draft_answers_approach_the_answer(problems: list[TinyReasonerProblem]) 
 
 
 def test_generator_needs_no_torch() -> None:
+    # A bare parent package stands in for the real one, whose imports are not the point here.
     code = (
-        "import sys, ssr_hf; before = set(sys.modules)\n"
+        "import sys, types\n"
+        "sys.modules['ssr_hf'] = parent = types.ModuleType('ssr_hf')\n"
+        "parent.__path__ = [sys.argv[1]]\n"
         "import ssr_hf.assets\n"
-        "assert not {'torch', 'transformers'} & (set(sys.modules) - before)"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    package = TINY_REASONER_DIR.parent.parent
+    subprocess.run([sys.executable, "-c", code, str(package)], check=True)
 
 
 def test_asset_is_small_and_complete() -> None:
@@ -228,21 +232,22 @@ def generate(asset: tuple[Any, Any], texts: list[str]) -> list[str]:
     model, tokenizer = asset
     inputs = tokenizer(texts, return_tensors="pt", padding=True)
     with torch.inference_mode():
-        output = model.generate(**inputs, max_new_tokens=900, do_sample=False)
+        output = model.generate(**inputs, max_new_tokens=600, do_sample=False)
     new = output[:, inputs["input_ids"].shape[1] :]
     return tokenizer.batch_decode(new, skip_special_tokens=True)
 
 
 def test_asset_reasons_answers_and_drafts(asset: tuple[Any, Any]) -> None:
     _, tokenizer = asset
-    held_out = tiny_reasoner_prompts(8, seed=99)
+    # Problems of the shorter sort keep the test fast; the model card has figures for all sizes.
+    held_out = tiny_reasoner_prompts(6, seed=99, max_notes=6)
     prompts = [
         tokenizer.apply_chat_template(p.messages, add_generation_prompt=True, tokenize=False)
         for p in held_out
     ]
     answers = [text.partition(CLOSE)[2].strip() for text in generate(asset, prompts)]
     exact = sum(answer == p.answer for answer, p in zip(answers, held_out, strict=True))
-    assert exact >= 5
+    assert exact >= 4
 
     cut_short = [
         "".join([prompt, *(f"{line}\n" for line in p.cot_lines[:3]), CLOSE])
@@ -253,5 +258,5 @@ def test_asset_reasons_answers_and_drafts(asset: tuple[Any, Any]) -> None:
         set(draft.splitlines()) & set(p.answer.splitlines())
         for draft, p in zip(drafts, held_out, strict=True)
     ]
-    assert sum(map(bool, rows_shared)) >= 6
+    assert sum(map(bool, rows_shared)) >= 5
     assert any(draft != answer for draft, answer in zip(drafts, answers, strict=True))

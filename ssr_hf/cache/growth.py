@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import Cache
 
 MINIMUM_SPARE = 128
+# Up to so many elements, copying costs less than looking after a buffer.
+SMALL = 2**16
 # Spare room as a share of the length: at most 1.25 times the memory, 5 copies per token in all.
 SPARE_SHARE = 4
 
@@ -49,14 +51,15 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def _append(self, name: str, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        start = held.shape[-2] if held.numel() else 0
+        if held.numel() <= SMALL:
+            return torch.cat([held, new], dim=-2)
+        start = held.shape[-2]
         end = start + new.shape[-2]
         buffer = self.buffers.get(name)
         if buffer is None or end > buffer.shape[-2] or not _is_prefix(held, buffer):
             spare = max(MINIMUM_SPARE, end // SPARE_SHARE)
             buffer = new.new_empty(*new.shape[:-2], end + spare, new.shape[-1])
-            if start:
-                buffer[..., :start, :] = held
+            buffer[..., :start, :] = held
             self.buffers = {**self.buffers, name: buffer}
         buffer[..., start:end, :] = new
         return buffer[..., :end, :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typer
+from transformers.utils import logging
 
 from .check import check
 from .demo import demo
@@ -22,6 +23,9 @@ for command in (demo, generate, check, trace):
 
 def main() -> None:
     """Entry point of the console script."""
+    # Hints of the host about arguments, which the user of a command line never sees.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     app()
 
 

@@ -85,7 +85,6 @@ def open_session(options: ModelOptions, config: ssr_hf.SelfSpeculationConfig) ->
     threads = options.threads or (1 if options.model is None else None)
     if threads is not None:
         torch.set_num_threads(threads)
-    _quiet_host()
     name = options.model or TINY_REASONER
     with busy(f"Loading {name}"):
         model, tokenizer = _load(options.model, dtype)
@@ -153,11 +152,3 @@ def _device(name: str | None) -> torch.device:
         reason = str(error).splitlines()[0]
         raise InputError(f"--device {name!r} cannot be used: {reason}") from error
     return device
-
-
-def _quiet_host() -> None:
-    """Hints of the host about arguments that the user of a command line never sees."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

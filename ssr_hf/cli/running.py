@@ -169,7 +169,8 @@ def _run(
     extra: dict[str, Any],
 ) -> Run:
     torch.manual_seed(options.seed)
-    output: Any = session.model.generate(
+    model: Any = session.model
+    output = model.generate(
         input_ids=request.input_ids,
         attention_mask=torch.ones_like(request.input_ids),
         max_new_tokens=request.max_new_tokens,

@@ -21,8 +21,12 @@ class WordWrap:
 
     def __init__(self, width: int) -> None:
         self._end = width - _MARGIN
-        self._start_line()
         self._word: list[tuple[str, Style]] = []
+        self._column = 0
+        self._line_begin = 0  # column of the first word
+        self._indent = 0
+        self._spaces = 0  # before the word that is held back
+        self._has_words = False
 
     def write(self, out: Text, character: str, style: Style) -> None:
         """Appends to `out` what can be shown now that `character` has come."""

@@ -211,7 +211,6 @@ class StepSpeculation:
     def _judge(self, proposal: Proposal) -> StepRound:
         parts = self._parts
         token_ids, n_thinking = proposal.token_ids, parts.tracker.n_thinking
-        n_fed = parts.reader.n_pending + len(token_ids) + len(parts.reader.prompt_ids)
         text = parts.codec.decode(token_ids)
         reading = parts.reader.read(token_ids, text, self._index, n_thinking)
         threshold = parts.config.threshold_at(self._index, n_thinking)
@@ -219,13 +218,13 @@ class StepSpeculation:
         if reading.score >= threshold:
             self._decreed = _Decreed("assistant", proposal)
             verdict = parts.committer.adopt(token_ids, reading.logits)
-            return StepRound(Candidates(token_ids, "step"), verdict, n_fed)
+            return StepRound(Candidates(token_ids, "step"), verdict, reading.n_fed)
         self._base_writes = True
         n_offered = min(self._n_inside(token_ids), len(token_ids) - 1)
         offered = Candidates(token_ids[:n_offered], "step")
         verdict = parts.committer.commit(reading.logits[:, : n_offered + 1], offered)
         self._report = self._report._replace(n_reused=verdict.n_accepted)
-        return StepRound(offered, verdict, n_fed)
+        return StepRound(offered, verdict, reading.n_fed)
 
     def _close(self) -> StepRound:
         """Ends thinking where both models go round in circles."""

@@ -21,11 +21,13 @@ MOST_PENDING = 1024
 class Reading(NamedTuple):
     """What one forward says about a step of `k` tokens.
 
-    Row `i` of `logits` `[1, k, V]` is what the base model would write where the step has token `i`.
+    Row `i` of `logits` `[1, k, V]` is what the base model would write where the step has token `i`;
+    `n_fed` counts what was fed, pending tokens and score prompt included.
     """
 
     logits: torch.Tensor
     score: float
+    n_fed: int
 
 
 class StepReader:
@@ -62,6 +64,7 @@ class StepReader:
         """
         n_tokens = len(token_ids)
         fed = (*token_ids, *self.prompt_ids) if self.prompt_ids else token_ids[:-1]
+        n_fed = self._target.n_pending + len(fed)
         logits = self.feed(fed)
         step = ProposedStep(
             index=index,
@@ -71,7 +74,7 @@ class StepReader:
             step_logits=logits[0, :n_tokens],
             answer_logits=logits[0, -1] if self.prompt_ids else None,
         )
-        return Reading(logits[:, :n_tokens], self._score(step))
+        return Reading(logits[:, :n_tokens], self._score(step), n_fed)
 
     def feed(self, token_ids: tuple[int, ...]) -> torch.Tensor:
         """Feeds tokens as candidates; logits `[1, n + 1, V]`."""

@@ -1,0 +1,289 @@
+"""Total and answer seconds of self-speculation beside plain generate and stock prompt lookup.
+
+Every setting runs on every prompt, one after the other within each prompt, so that a slow minute of
+the machine meets all of them; figures are medians over prompts of the ratio to plain generate on the
+same prompt. All settings must give the tokens of plain generate, or the script exits with 1.
+
+    python scripts/bench_generate.py                          # the embedded model
+    python scripts/bench_generate.py --model DIR/MODEL.gguf \\
+        --prompts HumanEval.jsonl.gz --think-open "<think>" --end-of-thinking "</think>" \\
+        --thinking-budget 200 --draft-budget 100
+
+Prints a table; the last line of standard output is one JSON document.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
+from transformers.generation.streamers import BaseStreamer
+
+import ssr_hf
+
+MAX_NEW_TOKENS = 600
+
+
+class Clock(BaseStreamer):
+    """Notes when each token arrives, in seconds since it was made."""
+
+    def __init__(self) -> None:
+        self.origin = time.perf_counter()
+        self.arrivals: list[float] = []
+        self._prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._prompt_seen:
+            self.arrivals.extend([time.perf_counter() - self.origin] * value.numel())
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Run:
+    """One generation: its tokens, seconds in all and in the answer, forwards."""
+
+    token_ids: list[int]
+    seconds: float
+    answer_seconds: float
+    forwards: int
+    speculation: ssr_hf.SpeculationStats | None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is held fixed over all runs."""
+
+    model: Any
+    tokenizer: Any
+    markers: ssr_hf.ThinkingMarkers
+    thinking_budget: int | None
+    max_new_tokens: int
+
+    def run(self, prompt: str, arguments: dict[str, Any]) -> Run:
+        """Generates once; `arguments` select the way to decode."""
+        inputs = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+        processors = LogitsProcessorList()
+        if self.thinking_budget is not None and "self_speculation" not in arguments:
+            processors.append(
+                ssr_hf.ThinkingBudgetLogitsProcessor(self.markers, self.thinking_budget)
+            )
+        counter = ForwardCounter(self.model)
+        clock = Clock()
+        with counter:
+            output = self.model.generate(
+                **inputs,
+                do_sample=False,
+                max_new_tokens=self.max_new_tokens,
+                logits_processor=processors,
+                streamer=clock if "prompt_lookup_num_tokens" not in arguments else None,
+                return_dict_in_generate=True,
+                tokenizer=self.tokenizer,
+                **arguments,
+            )
+        seconds = time.perf_counter() - clock.origin
+        token_ids = output.sequences[0, inputs.input_ids.shape[1] :].tolist()
+        answer = self._answer_start(token_ids)
+        arrivals = clock.arrivals or counter.arrivals(len(token_ids))
+        answer_seconds = seconds - arrivals[answer - 1] if answer else 0.0
+        speculation = getattr(output, "speculation", None)
+        return Run(token_ids, seconds, answer_seconds, counter.forwards, speculation)
+
+    def _answer_start(self, token_ids: list[int]) -> int:
+        """Tokens up to and including the end-of-thinking marker; 0 where there is none."""
+        closing = list(self.markers.closing)
+        for end in range(len(closing), len(token_ids) + 1):
+            if token_ids[end - len(closing) : end] == closing:
+                return end
+        return 0
+
+
+class ForwardCounter:
+    """Counts the model's forwards while it is entered, and notes when each ended."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._origin = time.perf_counter()
+        self._ends: list[float] = []
+
+    @property
+    def forwards(self) -> int:
+        return len(self._ends)
+
+    def arrivals(self, n_tokens: int) -> list[float]:
+        """When tokens arrived where nothing streamed them: spread evenly over the forwards."""
+        return [self._ends[i * len(self._ends) // n_tokens] for i in range(n_tokens)]
+
+    def __enter__(self) -> ForwardCounter:
+        def note(*_: Any) -> None:
+            self._ends.append(time.perf_counter() - self._origin)
+
+        self._handle = self._model.register_forward_hook(note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+
+def load(model: str, dtype: str) -> tuple[Any, Any]:
+    """A Hub id, a local directory, a GGUF file, or the embedded model by the name `tiny`."""
+    if model == "tiny":
+        return ssr_hf.load_tiny_reasoner()
+    path = Path(model)
+    if path.suffix == ".gguf":
+        arguments = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    else:
+        arguments = {"pretrained_model_name_or_path": model}
+    loaded = AutoModelForCausalLM.from_pretrained(**arguments, dtype=getattr(torch, dtype))
+    return loaded.eval(), AutoTokenizer.from_pretrained(**arguments)
+
+
+def read_prompts(path: Path | None, n_prompts: int, seed: int) -> list[str]:
+    """User messages: fresh problems of the embedded model, or the `prompt` field of a JSONL file."""
+    if path is None:
+        return [problem.prompt for problem in ssr_hf.tiny_reasoner_prompts(n_prompts, seed=seed)]
+    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
+    with opened as lines:
+        return [json.loads(line)["prompt"] for line in lines][:n_prompts]
+
+
+def make_settings(common: dict[str, Any], lanes: list[str]) -> dict[str, dict[str, Any]]:
+    """Ways to decode by name; `common` holds markers and budgets."""
+    reference = ssr_hf.SelfSpeculationConfig.reference()
+    settings: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "prompt lookup 10": {"prompt_lookup_num_tokens": 10},
+        "prompt lookup 16": {"prompt_lookup_num_tokens": 16},
+        "reference": {"self_speculation": {"suffix": reference.suffix, "adaptive": False, **common}},
+        "default": {"self_speculation": common},
+    }
+    for lane in lanes:
+        settings[f"lane {lane}"] = {"self_speculation": {**common, "lane": lane, "adaptive": False}}
+    return settings
+
+
+def summarise(runs: dict[str, list[Run]]) -> list[dict[str, Any]]:
+    """Medians and spreads over prompts, one row per setting."""
+    rows = []
+    for name, own in runs.items():
+        plain = runs["plain"]
+
+        def ratio(of: Callable[[Run], float], own: list[Run] = own, plain: list[Run] = plain) -> list[float]:
+            pairs = zip(plain, own, strict=True)
+            return sorted(of(p) / of(o) for p, o in pairs if of(o) > 0 and of(p) > 0)
+
+        total, answer = ratio(lambda r: r.seconds), ratio(lambda r: r.answer_seconds)
+        rows.append(
+            {
+                "setting": name,
+                "identical": all(p.token_ids == o.token_ids for p, o in zip(plain, own, strict=True)),
+                "seconds": round(statistics.median(r.seconds for r in own), 3),
+                "speedup": round(statistics.median(total), 3),
+                "speedup_range": [round(total[0], 2), round(total[-1], 2)],
+                "answer_seconds": round(statistics.median(r.answer_seconds for r in own), 3),
+                "answer_speedup": round(statistics.median(answer), 2) if answer else None,
+                "forwards": round(statistics.mean(r.forwards for r in own), 1),
+                "tokens_per_forward": round(
+                    sum(len(r.token_ids) for r in own) / sum(r.forwards for r in own), 2
+                ),
+            }
+        )
+    return rows
+
+
+def print_table(rows: list[dict[str, Any]], title: str) -> None:
+    table = Table(title=title)
+    for heading in ("setting", "same tokens", "seconds", "speed-up", "range", "answer s", "answer speed-up",
+                    "forwards", "tokens/forward"):
+        table.add_column(heading, justify="left" if heading == "setting" else "right")
+    for row in rows:
+        low, high = row["speedup_range"]
+        table.add_row(
+            row["setting"],
+            "yes" if row["identical"] else "NO",
+            f"{row['seconds']:.2f}",
+            f"{row['speedup']:.2f}x",
+            f"{low:.2f}-{high:.2f}",
+            f"{row['answer_seconds']:.2f}",
+            f"{row['answer_speedup']:.1f}x" if row["answer_speedup"] else "-",
+            f"{row['forwards']:.0f}",
+            f"{row['tokens_per_forward']:.2f}",
+        )
+    Console().print(table)
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Hub id, directory, GGUF file or 'tiny'.")] = "tiny",
+    prompts: Annotated[Path | None, typer.Option(help="JSONL file with a field 'prompt'.")] = None,
+    n_prompts: Annotated[int, typer.Option(help="Prompts to run.")] = 10,
+    seed: Annotated[int, typer.Option(help="Seed of the embedded model's problems.")] = 1,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Weights' dtype.")] = "float32",
+    max_new_tokens: Annotated[int, typer.Option(help="Longest output.")] = MAX_NEW_TOKENS,
+    thinking_budget: Annotated[int | None, typer.Option(help="Force the marker there.")] = None,
+    draft_budget: Annotated[int, typer.Option(help="Draft after so many thinking tokens.")] = 128,
+    end_of_thinking: Annotated[str | None, typer.Option(help="Marker text.")] = None,
+    think_open: Annotated[str, typer.Option(help="Text that opens thinking in the prompt.")] = "",
+    lane: Annotated[list[str] | None, typer.Option(help="Also measure these lanes.")] = None,
+) -> None:
+    """Measures every setting on every prompt."""
+    torch.set_num_threads(threads)
+    loaded, tokenizer = load(model, dtype)
+    ssr_hf.enable(loaded)
+    markers = ssr_hf.ThinkingMarkers.from_tokenizer(tokenizer, end_of_thinking)
+    bench = Bench(loaded, tokenizer, markers, thinking_budget, max_new_tokens)
+    common = {
+        "draft_budget": draft_budget,
+        "thinking_budget": thinking_budget,
+        "end_of_thinking": end_of_thinking,
+    }
+    settings = make_settings(common, lane or [])
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+        + think_open
+        for text in read_prompts(prompts, n_prompts, seed)
+    ]
+    for name, arguments in settings.items():  # first calls load kernels and probe the model
+        if name != "default":
+            bench.run(texts[0], arguments)
+    runs: dict[str, list[Run]] = {name: [] for name in settings}
+    for text in track(texts, description="prompts", console=Console(stderr=True)):
+        for name, arguments in settings.items():
+            runs[name].append(bench.run(text, arguments))
+    rows = summarise(runs)
+    print_table(rows, f"{model}, {len(texts)} prompts, {threads} threads, {dtype}")
+    facts = {
+        "model": model,
+        "prompts": len(texts),
+        "mean_tokens": statistics.mean(len(r.token_ids) for r in runs["plain"]),
+        "threads": threads,
+        "dtype": dtype,
+        "machine": platform.processor() or platform.machine(),
+        "versions": {name: version(name) for name in ("ssr-hf", "torch", "transformers")},
+        "rows": rows,
+        "notes": sorted({n for r in runs["default"] if r.speculation for n in r.speculation.notes}),
+    }
+    print(json.dumps(facts))
+    raise typer.Exit(0 if all(row["identical"] for row in rows if "lookup" not in row["setting"]) else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,305 @@
+"""Check on your own prompts that self-speculation changes nothing: plain against self-speculative.
+
+    python scripts/check_lossless.py Qwen/Qwen3-0.6B --prompt "How many primes are below 60?"
+    python scripts/check_lossless.py ./my-model --prompts prompts.jsonl --tokens 512 --json
+    python scripts/check_lossless.py model.Q4_K_M.gguf --dtype bfloat16
+
+Every prompt is generated greedily and sampled, by plain `generate` and with each of the settings in
+`SETTINGS`, from the same seed. A prompt of a file is a line of text, or, in a `.jsonl` file, an
+object with `"prompt"` or `"messages"`.
+
+Where two texts part, the script measures what rounding can explain. The token is selected once more
+by plain `generate`, after a forward over one token and after one over the whole text: `margin` is
+the lead of plain `generate`'s token over the other one, in logits (where tokens are sampled, after
+the same random draw), `rounding` the largest difference between the two forwards. A margin of at
+most twice the rounding is a tie: which token is written depends on how many tokens a forward reads.
+Ties happen in 16 bit, very rarely in 32 bit.
+
+Exit code 0: every text is the same, or parts at a tie (with `--strict`, only if the same). Exit
+code 1: some text differs. Exit code 2: the model or the prompts cannot be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import ssr_hf
+from ssr_hf.cli.console import EXIT_NEGATIVE, InputError, out_console, write_json
+from ssr_hf.cli.loading import Session, open_session
+from ssr_hf.cli.options import ModelOptions, PlacementOptions, spread
+from ssr_hf.cli.prompts import Messages, Request, built_in_prompts, make_request
+from ssr_hf.cli.records import read_items
+from ssr_hf.lanes import LANE_TYPES
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+N_BUILT_IN = 2
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.95}
+GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+
+
+def settings(n_tokens: int) -> dict[str, ssr_hf.SelfSpeculationConfig]:
+    """What is checked, by name, with budgets that fit into generations of `n_tokens`.
+
+    Where thinking is capped, an answer is reached however long the model would think.
+    """
+    early = max(1, n_tokens // 16)
+    fixed = ssr_hf.SelfSpeculationConfig(
+        draft_budget=early, max_draft_tokens=max(2, n_tokens // 4), adaptive=False
+    )
+    capped = replace(fixed, thinking_budget=max(2, n_tokens // 4))
+    return {
+        "default": ssr_hf.SelfSpeculationConfig(),
+        "spans only": replace(fixed, reuse="suffix"),
+        "capped, drafts repeated": replace(
+            capped, draft_interval=early, max_draft_tokens=max(2, n_tokens // 8)
+        ),
+        **{f"capped, {lane} lane": replace(capped, lane=lane) for lane in LANE_TYPES},
+    }
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where two texts part.
+
+    Args:
+        position (`int`): New tokens that are the same.
+        plain, speculative (`str`): The next token of each text; empty where it has ended.
+        margin (`float`, *optional*): Lead of the plain token over the other, in logits; None where
+            the other is impossible or one text has ended.
+        rounding (`float`, *optional*): What the number of tokens per forward changes, in logits.
+    """
+
+    position: int
+    plain: str
+    speculative: str
+    margin: float | None = None
+    rounding: float | None = None
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether rounding explains the difference."""
+        if self.margin is None or self.rounding is None:
+            return False
+        return self.margin <= 2 * self.rounding
+
+
+@dataclass(frozen=True)
+class Result:
+    """One prompt, one way to select tokens, one setting."""
+
+    prompt: int
+    selection: str
+    setting: str
+    n_tokens: int
+    n_forwards: int
+    divergence: Divergence | None
+    notes: tuple[str, ...]
+
+    @property
+    def verdict(self) -> str:
+        """`"same"`, `"tie"` or `"different"`."""
+        if self.divergence is None:
+            return "same"
+        return "tie" if self.divergence.is_tie else "different"
+
+
+@dataclass(frozen=True)
+class Checker:
+    """Generates one request every way, with one way to select tokens.
+
+    Args:
+        session (`Session`): The model.
+        request (`Request`): The prompt and the length.
+        selection (`dict[str, Any]`): Arguments of `generate`, greedy or sampled.
+        seed (`int`): Where every generation starts.
+    """
+
+    session: Session
+    request: Request
+    selection: dict[str, Any]
+    seed: int
+
+    def plain(self, config: ssr_hf.SelfSpeculationConfig, **arguments: Any) -> tuple[int, ...]:
+        """The oracle: tokens of plain `generate` with the thinking budget of `config`."""
+        torch.manual_seed(self.seed)
+        output = self._generate(self.request.input_ids, **self._budget(config), **arguments)
+        return self._new_tokens(output)
+
+    def speculative(
+        self, config: ssr_hf.SelfSpeculationConfig
+    ) -> tuple[tuple[int, ...], ssr_hf.SpeculationStats]:
+        """The tokens with self-speculation, and what it did."""
+        torch.manual_seed(self.seed)
+        output = self._generate(
+            self.request.input_ids, self_speculation=config, tokenizer=self.session.tokenizer
+        )
+        return self._new_tokens(output), output.speculation
+
+    def compare(
+        self,
+        plain_ids: tuple[int, ...],
+        speculative_ids: tuple[int, ...],
+        config: ssr_hf.SelfSpeculationConfig,
+    ) -> Divergence | None:
+        """Where the texts part, and whether rounding explains it; None where they are the same."""
+        if plain_ids == speculative_ids:
+            return None
+        pairs = enumerate(zip(plain_ids, speculative_ids, strict=False))
+        shortest = min(len(plain_ids), len(speculative_ids))
+        at = next((i for i, (one, other) in pairs if one != other), shortest)
+        ours, theirs = plain_ids[at : at + 1], speculative_ids[at : at + 1]
+        decode = self.session.tokenizer.decode
+        found = Divergence(at, decode(list(ours)), decode(list(theirs)))
+        if not (ours and theirs):
+            return found
+        margin, rounding = self._measure(plain_ids[:at], ours[0], theirs[0], config)
+        return replace(found, margin=margin, rounding=rounding)
+
+    def _measure(
+        self,
+        written: tuple[int, ...],
+        token_id: int,
+        other_id: int,
+        config: ssr_hf.SelfSpeculationConfig,
+    ) -> tuple[float | None, float]:
+        """Margin and rounding of the token after `written`, selected once more in two ways."""
+        new_ids = self.request.input_ids.new_tensor([written])
+        text = torch.cat([self.request.input_ids, new_ids], dim=1)
+        with torch.no_grad():
+            cache = self.session.model(text[:, :-1], use_cache=True).cache
+        narrow = self._scores(text, config, cache=cache)
+        wide = self._scores(text, config)
+        rounding = (narrow - wide)[narrow.isfinite() & wide.isfinite()].abs().max()
+        if self.selection["do_sample"]:
+            torch.manual_seed(self.seed)
+            if written:
+                self.plain(config, max_new_tokens=len(written))
+            # The next draw of `torch.multinomial`: the largest probability over noise wins.
+            narrow = narrow.log_softmax(dim=-1) - torch.empty_like(narrow).exponential_().log()
+        margin = (narrow[token_id] - narrow[other_id]).item()
+        return margin if 0 <= margin < float("inf") else None, rounding.item()
+
+    def _scores(
+        self, text: torch.Tensor, config: ssr_hf.SelfSpeculationConfig, **cache: Any
+    ) -> torch.Tensor:
+        """Processed scores `[V]` of the token after `text`."""
+        arguments = {**self._budget(config), "max_new_tokens": 1, "output_scores": True}
+        return self._generate(text, **arguments, **cache).scores[0][0].float()
+
+    def _budget(self, config: ssr_hf.SelfSpeculationConfig) -> dict[str, Any]:
+        if config.thinking_budget is None:
+            return {}
+        length = self.request.input_ids.shape[1]
+        budget = ssr_hf.ThinkingBudgetLogitsProcessor(
+            self.session.markers, config.thinking_budget, length
+        )
+        return {"logits_processor": [budget]}
+
+    def _generate(self, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        return self.session.model.generate(
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            return_dict_in_generate=True,
+            **{"max_new_tokens": self.request.max_new_tokens, **self.selection, **arguments},
+        )
+
+    def _new_tokens(self, output: Any) -> tuple[int, ...]:
+        return tuple(output.sequences[0, self.request.input_ids.shape[1] :].tolist())
+
+
+def check(session: Session, requests: list[Request], n_tokens: int, seed: int) -> Iterator[Result]:
+    """Checks every prompt with every selection and setting."""
+    for number, request in enumerate(requests):
+        for selection, arguments in (("greedy", GREEDY), ("sampled", SAMPLED)):
+            checker = Checker(session, request, arguments, seed)
+            plain: dict[int | None, tuple[int, ...]] = {}
+            for name, config in settings(n_tokens).items():
+                budget = config.thinking_budget
+                if budget not in plain:
+                    plain[budget] = checker.plain(config)
+                token_ids, stats = checker.speculative(config)
+                found = checker.compare(plain[budget], token_ids, config)
+                counts = len(token_ids), stats.forwards
+                yield Result(number, selection, name, *counts, found, stats.notes)
+
+
+def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str | Messages]:
+    """The prompts of the command line: given ones and those of a file, or built-in ones."""
+    asked: list[str | Messages] = list(prompts or [])
+    if file is not None and file.suffix == ".jsonl":
+        items, bad = read_items(file)
+        if bad:
+            raise InputError(f"Line {bad[0].line} of {file} cannot be used: {bad[0].reason}.")
+        asked += [item.asked for item in items]
+    elif file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--prompts {file} cannot be read: {error}") from error
+        asked += [line for line in lines if line.strip()]
+    if not asked and file is not None:
+        raise InputError(f"--prompts {file} holds no prompt. One line of text each is accepted.")
+    return asked or list(built_in_prompts(N_BUILT_IN, seed=0))
+
+
+def _line(result: Result) -> str:
+    """One result for people."""
+    name = f"prompt {result.prompt}, {result.selection}, {result.setting}"
+    text = f"{name:<48} {result.verdict:<9} {result.n_tokens} tokens, {result.n_forwards} forwards"
+    found = result.divergence
+    if found is not None:
+        text += f"; token {found.position} is {found.speculative!r} instead of {found.plain!r}"
+        if found.margin is not None:
+            text += f" (margin {found.margin:.2g}, rounding {found.rounding:.2g})"
+    return "; ".join([text, *result.notes])
+
+
+@app.command()
+@spread
+def main(
+    placement: PlacementOptions,
+    model: Annotated[str, typer.Argument(help="Hub id, local directory or GGUF file.")],
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A prompt; may be given several times.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file with a prompt per line, or .jsonl.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=16, help="Length of each generation.")] = 256,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="Use no chat template.")] = False,
+    end_of_thinking: Annotated[str | None, typer.Option(help="Marker, where not found.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="A tie is a failure, too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Compare plain and self-speculative generation on your own prompts."""
+    markers = ssr_hf.SelfSpeculationConfig(end_of_thinking=end_of_thinking)
+    session = open_session(ModelOptions(model=model, **asdict(placement)), markers)
+    requests = [
+        make_request(session, asked, raw, tokens) for asked in read_prompts(prompt, prompts)
+    ]
+    found = []
+    for result in check(session, requests, tokens, seed):
+        found.append(result)
+        if not as_json:
+            out_console().print(_line(result), soft_wrap=True)
+    accepted = {"same"} if strict else {"same", "tie"}
+    passed = all(result.verdict in accepted for result in found)
+    if as_json:
+        listed = [{**asdict(result), "verdict": result.verdict} for result in found]
+        write_json({**session.facts(), "lossless": passed, "results": listed})
+    else:
+        out_console().print(session.describe(), "lossless" if passed else "NOT lossless", sep="\n")
+    if not passed:
+        raise typer.Exit(EXIT_NEGATIVE)
+
+
+if __name__ == "__main__":
+    app()

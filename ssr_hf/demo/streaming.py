@@ -1,0 +1,164 @@
+"""A generation as a stream of text pieces, each with who proposed it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import ssr_hf
+
+if TYPE_CHECKING:
+    from ssr_hf.stats import Round
+
+Pieces = list[tuple[str, str | None]]
+
+
+@dataclass
+class Progress:
+    """How far a generation is.
+
+    Args:
+        pieces (`list[tuple[str, str | None]]`): Text and label; None for decoded text.
+        n_tokens (`int`): Tokens so far.
+        forwards (`int`): Forwards so far.
+        accepted (`dict[str, int]`): Accepted tokens by who proposed them.
+        seconds (`float`): Since the call began.
+        output (`Any`): What `generate` returned; None before the end.
+    """
+
+    pieces: Pieces = field(default_factory=list)
+    n_tokens: int = 0
+    forwards: int = 0
+    accepted: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    output: Any = None
+
+
+class _RoundStreamer:
+    """Collects tokens and hands them on, with their sources, when their round is complete."""
+
+    def __init__(self) -> None:
+        self.rounds: queue.SimpleQueue[tuple[list[int], Round] | None] = queue.SimpleQueue()
+        self._token_ids: list[int] = []
+        self._prompt_is_next = True
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._prompt_is_next:
+            self._token_ids.extend(value.flatten().tolist())
+        self._prompt_is_next = False
+
+    def on_round(self, entry: Round) -> None:
+        self.rounds.put((self._token_ids, entry))
+        self._token_ids = []
+
+    def end(self) -> None:
+        """The end is told by `stream` itself, once the output is there."""
+
+
+def stream(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    config: ssr_hf.SelfSpeculationConfig,
+    max_new_tokens: int,
+) -> Iterator[Progress]:
+    """Generates in a thread and yields after every round.
+
+    Args:
+        model (`PreTrainedModel`): Given to `ssr_hf.enable` before.
+        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer, with a chat template.
+        prompt (`str`): The user's message.
+        config (`SelfSpeculationConfig`): The settings.
+        max_new_tokens (`int`): Longest generation.
+
+    Yields:
+        `Progress`: The same object, brought up to date; the last time with the output.
+
+    Raises:
+        `SelfSpeculationError`: The prompt is empty, or `generate` refuses the call.
+    """
+    inputs = encode(model, tokenizer, prompt)
+    streamer = _RoundStreamer()
+    progress = Progress()
+    failures: list[BaseException] = []
+    began = time.perf_counter()
+
+    def work() -> None:
+        try:
+            progress.output = model.generate(
+                **inputs,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                return_dict_in_generate=True,
+                streamer=streamer,
+                tokenizer=tokenizer,
+                self_speculation=config,
+            )
+        except BaseException as error:  # raised again by the reader
+            failures.append(error)
+        finally:
+            streamer.rounds.put(None)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    text = _LabelledText(tokenizer, progress.pieces)
+    while (item := streamer.rounds.get()) is not None:
+        token_ids, entry = item
+        for token_id, source in zip(token_ids, entry.token_sources, strict=True):
+            text.push(token_id, None if source == "model" else source)
+        progress.n_tokens += len(token_ids)
+        progress.forwards += 1
+        progress.accepted[entry.source] = progress.accepted.get(entry.source, 0) + entry.n_accepted
+        progress.seconds = time.perf_counter() - began
+        yield progress
+    thread.join()
+    if failures:
+        raise failures[0]
+    yield progress
+
+
+def encode(model: Any, tokenizer: Any, prompt: str) -> dict[str, torch.Tensor]:
+    """What `generate` is given for a user's message.
+
+    Raises:
+        `ConfigError`: The prompt is empty.
+    """
+    if not prompt.strip():
+        raise ssr_hf.ConfigError("The prompt is empty. Some text is accepted.")
+    encoded = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    return {name: encoded[name].to(model.device) for name in ("input_ids", "attention_mask")}
+
+
+class _LabelledText:
+    """Decodes tokens into pieces; neighbours with the same label are one piece."""
+
+    def __init__(self, tokenizer: Any, pieces: Pieces) -> None:
+        self._tokenizer = tokenizer
+        self._pieces = pieces
+        self._token_ids: list[int] = []
+        self._shown = ""
+
+    def push(self, token_id: int, label: str | None) -> None:
+        if token_id == self._tokenizer.eos_token_id:
+            return
+        self._token_ids.append(token_id)
+        text = self._tokenizer.decode(self._token_ids)
+        if text.endswith("\ufffd"):  # a character that the next token completes
+            return
+        added = text[len(self._shown) :]
+        self._shown = text
+        if self._pieces and self._pieces[-1][1] == label:
+            self._pieces[-1] = (self._pieces[-1][0] + added, label)
+        elif added:
+            self._pieces.append((added, label))

@@ -1,0 +1,323 @@
+"""Step speculation with scripted models: the exact sequence of accepted, rewritten and forced steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import RecordingStreamer
+from scripted import LAYERS
+from stories import END, EOS, PROMPT, Story, foreign_tokenizer, models, plain, tell
+
+from ssr_hf import StepSpeculationConfig
+
+CASES = ("same", "padded", "different")
+everywhere = pytest.mark.parametrize(
+    ("kind", "case"), [(kind, case) for kind in LAYERS for case in CASES]
+)
+
+# The second of three steps is rejected; `b1` is the base model's own.
+REDO = Story(
+    small={"": "s0.", "s0.": "s1.", "b1.": "s2."},
+    base={"": "b0.", "s0.": "b1."},
+    scores={"s1.": 3},
+)
+# Nothing of what the models write agrees.
+APART = Story(small={"": "s0.", "s0.": "s1."}, base={"": "b0.", "b0.": "b1."})
+
+
+@everywhere
+def test_accepts_and_rewrites(kind: str, case: str) -> None:
+    """A rejected step that stays in one of the two caches would change what is written next."""
+    told = tell(REDO, kind, case)
+    assert told.thinking == "s0.\n\nb1.\n\ns2.\n\n"
+    assert told.answer == REDO.answer
+    assert told.authors == ["assistant", "base", "assistant", "assistant"]
+    assert [step.score for step in told.steps] == [9, 3, 9, 9]
+
+
+@everywhere
+def test_threshold_above_nine_is_plain_generate(kind: str, case: str) -> None:
+    """A proposal that leaves a trace, or a base step that ends too late, would change the text."""
+    told = tell(APART, kind, case, threshold=10)
+    assert told.output.sequences.tolist() == plain(told.base).tolist()
+    assert set(told.authors) == {"base"}
+    assert len(told.output.step_speculation.scores) == 3
+
+
+@everywhere
+def test_threshold_zero_is_the_small_model(kind: str, case: str) -> None:
+    """Committing anything of the base model inside thinking would show here."""
+    told = tell(APART, kind, case, threshold=0)
+    alone = told.small.tokenizer.decode(plain(told.small)[0])
+    assert told.thinking == alone.partition("<think>\n")[2].partition(END)[0]
+    assert told.thinking == "s0.\n\ns1.\n\n"
+    assert set(told.authors) == {"assistant"}
+    assert told.answer == APART.answer
+
+
+@everywhere
+def test_an_accepted_step_costs_one_forward(kind: str, case: str) -> None:
+    """A second forward per step (to score, to roll back, to read again) is half of the gain."""
+    told = tell(APART, kind, case, threshold=0)
+    n_answer = len(told.base.tokenizer.encode(APART.answer, add_special_tokens=False))
+    # The prompt, three steps (the last is the marker), and one per token of the answer.
+    assert told.base.n_forwards == 1 + 3 + n_answer
+    rounds = told.output.speculation.rounds
+    assert [r.source for r in rounds[1:4]] == ["step"] * 3
+    assert sum(r.n_committed for r in rounds) == told.output.speculation.new_tokens
+
+
+@everywhere
+def test_a_rejected_step_costs_no_forward_of_its_own(kind: str, case: str) -> None:
+    """The forward that read the step also selects the base model's tokens where they agree."""
+    # The base model writes `s1` as well, and differs behind it.
+    story = Story(
+        small={"": "s0.", "s0.": "s1 small."}, base={"s0.": "s1 base."}, scores={"s1 small.": 1}
+    )
+    told = tell(story, kind, case)
+    assert told.thinking == "s0.\n\ns1 base.\n\n"
+    step = told.steps[1]
+    assert (step.author, step.n_reused) == ("base", len("s1 "))
+    n_base = len("s1 base.\n\n")
+    n_answer = len(told.base.tokenizer.encode(story.answer, add_special_tokens=False))
+    # The forward of the rejected step gives its first four tokens.
+    assert told.base.n_forwards == 1 + 1 + (n_base - 3) + 1 + n_answer
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_logprob_reads_no_prompt(kind: str) -> None:
+    """Without a score prompt nothing may be rolled back, not even on recurrent caches."""
+    told = tell(APART, kind, scorer="logprob", threshold=-1000.0)
+    assert told.thinking == "s0.\n\ns1.\n\n"
+    assert all(step.score < -1 for step in told.steps[:2])
+    fed = [r.n_fed for r in told.output.speculation.rounds[1:4]]
+    # The last token of a step is fed with the next one.
+    assert fed == [len("s0.\n\n") - 1, len("s1.\n\n"), 1]
+
+
+def test_logprob_of_an_agreeing_step_is_near_zero() -> None:
+    """A row that is off by one would judge every token by its neighbour."""
+    story = Story(small={"": "s0."}, base={"": "s0."})
+    told = tell(story, scorer="logprob", threshold=-1e-3)
+    assert told.authors[0] == "assistant"
+    assert told.steps[0].score == pytest.approx(0.0, abs=1e-6)
+
+
+@everywhere
+def test_rejected_marker(kind: str, case: str) -> None:
+    """A small model's end marker is a step like others: rejected, thinking goes on."""
+    story = Story(small={"": "s0."}, base={"s0.": "b1.", "b1.": "b2."}, scores={END: 2})
+    told = tell(story, kind, case)
+    assert told.thinking == "s0.\n\nb1.\n\nb2.\n\n"
+    assert told.authors == ["assistant", "base", "base", "base"]
+    assert told.answer == story.answer
+
+
+@everywhere
+def test_marker_by_the_base_model(kind: str, case: str) -> None:
+    """When the base model closes thinking in a step of its own, nothing more is proposed."""
+    story = Story(small={"": "s0.", "s0.": "s1."}, scores={"s1.": 0})
+    told = tell(story, kind, case)
+    assert told.thinking == "s0.\n\n"
+    assert told.authors == ["assistant", "base"]
+    assert told.answer == story.answer
+
+
+def test_stray_marker() -> None:
+    """Text behind a marker inside a step would be read as the beginning of the answer."""
+    story = Story(small={"": f"s0{END}and more."})
+    for case in CASES:
+        told = tell(story, case=case)
+        assert told.text == f"s0{END}{story.answer}"
+        assert told.authors == ["assistant"]
+
+
+@everywhere
+@pytest.mark.parametrize("budget", [3, 7, 8])
+def test_thinking_budget(kind: str, case: str, budget: int) -> None:
+    """A step must not run over the budget, and the marker is forced right at it."""
+    told = tell(APART, kind, case, ssr={"thinking_budget": budget}, threshold=0)
+    assert told.thinking == "s0.\n\ns1.\n\n"[:budget]
+    assert told.answer == APART.answer
+    assert told.steps[-1].author == "base"
+
+
+@everywhere
+@pytest.mark.parametrize("n_new", [1, 3, 5, 7, 9, 12])
+def test_max_new_tokens(kind: str, case: str, n_new: int) -> None:
+    """Inside an accepted step, at its end, and inside a rewritten one, the length is exact."""
+    story = replace(REDO, scores=dict.fromkeys(("s1", "s1.", "s1.\n"), 3))
+    told = tell(story, kind, case, arguments={"max_new_tokens": n_new})
+    assert told.text == "s0.\n\nb1.\n\ns2.\n\n"[:n_new]
+    assert sum(step.n_tokens for step in told.steps) == n_new
+
+
+@everywhere
+def test_loop_hands_over(kind: str, case: str) -> None:
+    """A small model that repeats itself for ever would never let the base model write."""
+    story = Story(small={"": "s0.", "s0.": "s0.", "b1.": "s2."}, base={"s0.": "b1."})
+    told = tell(story, kind, case)
+    assert told.thinking == "s0.\n\ns0.\n\nb1.\n\ns2.\n\n"
+    assert told.authors == ["assistant", "assistant", "base", "assistant", "assistant"]
+    assert told.steps[2].score is None
+
+
+@everywhere
+def test_loop_of_both_is_closed(kind: str, case: str) -> None:
+    """If the base model repeats the step as well, only the marker ends it."""
+    story = Story(small={"": "s0.", "s0.": "s0."}, base={"s0.": "s0."})
+    told = tell(story, kind, case)
+    assert told.thinking == "s0.\n\n" * 3
+    assert told.authors == ["assistant", "assistant", "base", "forced"]
+    assert told.answer == story.answer
+    told = tell(story, kind, case, max_repeats=3)
+    assert told.thinking == "s0.\n\n" * 4
+
+
+def test_base_model_alone_may_repeat_itself() -> None:
+    """Closing a loop in which no step was accepted would differ from plain generate."""
+    story = Story(small={"": "s0."}, base={"": "b0.", "b0.": "b0."})
+    told = tell(story, threshold=10, arguments={"max_new_tokens": 50})
+    assert told.text == ("b0.\n\n" * 10)
+    assert set(told.authors) == {"base"}
+
+
+@everywhere
+def test_end_of_sequence_of_the_small_model(kind: str, case: str) -> None:
+    """The small model's EOS must not end the generation: the answer is the base model's."""
+    eos = EOS if case != "different" else "</s>"
+    story = Story(small={"": "s0.", "s0.": f"s1{eos}", "s1": END}, base={"s1": "b2."})
+    told = tell(story, kind, case)
+    # A step ends in front of it; the next one begins with it, and is left to the base model.
+    assert told.thinking.startswith("s0.\n\ns1")
+    assert told.authors[:3] == ["assistant", "assistant", "base"]
+    assert told.answer == story.answer
+
+
+@everywhere
+def test_longest_step(kind: str, case: str) -> None:
+    """A step without delimiter must end, be scored, and be continued by the next one."""
+    story = Story(small={"": "abcdefghijkl."})
+    told = tell(story, kind, case, max_step_tokens=5)
+    assert told.thinking == "abcdefghijkl.\n\n"
+    assert [step.n_tokens for step in told.steps[:3]] == [5, 5, 5]
+
+
+@everywhere
+def test_longest_step_of_the_base_model(kind: str, case: str) -> None:
+    """The base model's steps are cut at the same length; the small model goes on behind it."""
+    story = Story(small={"": "s" * 12 + "."}, base={"": "b" * 12 + "."})
+    told = tell(story, kind, case, max_step_tokens=4, first_base_steps=2)
+    assert told.thinking.startswith("b" * 8)
+    assert told.authors[:2] == ["base", "base"]
+    assert [step.n_tokens for step in told.steps[:2]] == [4, 4]
+
+
+@everywhere
+def test_first_steps_of_the_base_model(kind: str, case: str) -> None:
+    """Forced base steps are not proposed for, and the small model reads them afterwards."""
+    story = Story(small={"b1.": "s2."}, base={"": "b0.", "b0.": "b1."})
+    told = tell(story, kind, case, first_base_steps=2)
+    assert told.thinking == "b0.\n\nb1.\n\ns2.\n\n"
+    assert told.authors == ["base", "base", "assistant", "assistant"]
+    assert [step.score for step in told.steps[:2]] == [None, None]
+
+
+def test_threshold_function() -> None:
+    """It is asked with the index of the step and the thinking tokens before it."""
+    asked = []
+
+    def threshold(index: int, tokens: int) -> float:
+        asked.append((index, tokens))
+        return 10 if index == 1 else 0
+
+    told = tell(REDO, threshold=threshold)
+    assert told.thinking == "s0.\n\nb1.\n\ns2.\n\n"
+    assert asked == [(0, 0), (1, 5), (2, 10), (3, 15)]
+
+
+def test_streams_whole_accepted_steps() -> None:
+    """Text of a rejected step, or half of an accepted one, must not reach the streamer."""
+    streamer = RecordingStreamer()
+    told = tell(REDO, arguments={"streamer": streamer})
+    decode = told.base.tokenizer.decode
+    # The host streams the prompt.
+    texts = [decode(event[2]) for event in streamer.events if event[0] == "put"][1:]
+    assert "".join(texts) == told.text
+    assert texts[0] == "s0.\n\n"
+    assert texts[1:6] == list("b1.\n\n")
+    assert texts[6:8] == ["s2.\n\n", END]
+    assert streamer.n_ends == 1
+
+
+def test_stop_string_inside_an_accepted_step() -> None:
+    """A criterion that holds inside a step ends the text there, with the right cache."""
+    told = tell(APART, threshold=0, arguments={"stop_strings": ["s1"]})
+    assert told.text == "s0.\n\ns1"
+    assert told.output.cache.get_seq_length() == told.output.sequences.shape[1] - 1
+
+
+def test_scores_are_recorded_for_every_token() -> None:
+    """One entry per emitted token, and where the base model wrote the entry selects the token."""
+    told = tell(REDO, arguments={"output_scores": True, "output_logits": True})
+    new_ids = told.output.sequences[0, -len(told.output.scores) :].tolist()
+    assert len(told.output.logits) == len(new_ids) == told.output.speculation.new_tokens
+    selected = [int(scores.argmax()) for scores in told.output.scores]
+    by_base = slice(5, 10)
+    assert selected[by_base] == new_ids[by_base]
+    assert selected[:3] != new_ids[:3]
+
+
+@everywhere
+def test_thinking_that_the_base_model_opens(kind: str, case: str) -> None:
+    """Before the opening marker nothing is proposed; both models read it."""
+    told = tell(APART, kind, case, prompt=PROMPT.removesuffix("<think>\n"), threshold=0)
+    assert told.thinking == "<think>\ns0.\n\ns1.\n\n"
+    assert told.answer == APART.answer
+
+
+def test_statistics() -> None:
+    """The figures are those of the scripted run, and add up."""
+    told = tell(REDO)
+    stats = told.output.step_speculation
+    assert (stats.count("assistant"), stats.count("base"), stats.count("forced")) == (3, 1, 0)
+    assert stats.tokens("assistant") == len("s0.\n\ns2.\n\n") + 1
+    assert stats.tokens("base") == len("b1.\n\n")
+    assert stats.acceptance_rate == 0.75
+    assert set(stats.seconds) == {"proposing", "scoring", "base_steps", "answer"}
+    assert all(seconds > 0 for seconds in stats.seconds.values())
+    assert stats.to_dict()["steps"] == {"assistant": 3, "base": 1, "forced": 0}
+    thinking = stats.tokens("assistant") + stats.tokens("base")
+    assert told.output.speculation.thinking_tokens == thinking
+    assert stats.assistant_forwards == told.small.n_forwards
+
+
+def test_foreign_tokenizer_reads_no_second_bos() -> None:
+    """A BOS token in the middle of the small model's text resets what many models do."""
+    seen: list[str] = []
+    base, small = models(REDO, "full", "different")
+    script = small.script
+
+    def listen(text: str) -> str:
+        seen.append(text)
+        return script(text)
+
+    told = tell(REDO, case="different")
+    assert told.small.tokenizer.get_vocab() == foreign_tokenizer().get_vocab()
+    small.script = listen
+    ids = torch.tensor([base.tokenizer.encode(PROMPT)])
+    from helpers import enabled
+
+    with enabled(base):
+        base.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=60,
+            tokenizer=base.tokenizer,
+            assistant_model=small,
+            assistant_tokenizer=small.tokenizer,
+            step_speculation=StepSpeculationConfig(score_prompt="?SCORE "),
+        )
+    assert all(text.count("<s>") == 1 and text.startswith("<s>") for text in seen if "think" in text)
