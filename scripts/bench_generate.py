@@ -36,19 +36,21 @@ from transformers.generation.streamers import BaseStreamer
 import ssr_hf
 
 MAX_NEW_TOKENS = 600
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+now = CLOCKS["wall"]
 
 
 class Clock(BaseStreamer):
     """Notes when each token arrives, in seconds since it was made."""
 
     def __init__(self) -> None:
-        self.origin = time.perf_counter()
+        self.origin = now()
         self.arrivals: list[float] = []
         self._prompt_seen = False
 
     def put(self, value: torch.Tensor) -> None:
         if self._prompt_seen:
-            self.arrivals.extend([time.perf_counter() - self.origin] * value.numel())
+            self.arrivals.extend([now() - self.origin] * value.numel())
         self._prompt_seen = True
 
     def end(self) -> None:
@@ -97,7 +99,7 @@ class Bench:
                 tokenizer=self.tokenizer,
                 **arguments,
             )
-        seconds = time.perf_counter() - clock.origin
+        seconds = now() - clock.origin
         token_ids = output.sequences[0, inputs.input_ids.shape[1] :].tolist()
         answer = self._answer_start(token_ids)
         arrivals = clock.arrivals or counter.arrivals(len(token_ids))
@@ -119,7 +121,7 @@ class ForwardCounter:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._origin = time.perf_counter()
+        self._origin = now()
         self._ends: list[float] = []
 
     @property
@@ -132,7 +134,7 @@ class ForwardCounter:
 
     def __enter__(self) -> ForwardCounter:
         def note(*_: Any) -> None:
-            self._ends.append(time.perf_counter() - self._origin)
+            self._ends.append(now() - self._origin)
 
         self._handle = self._model.register_forward_hook(note)
         return self
@@ -241,8 +243,13 @@ def main(
     end_of_thinking: Annotated[str | None, typer.Option(help="Marker text.")] = None,
     think_open: Annotated[str, typer.Option(help="Text that opens thinking in the prompt.")] = "",
     lane: Annotated[list[str] | None, typer.Option(help="Also measure these lanes.")] = None,
+    clock: Annotated[
+        str, typer.Option(help="'wall', or 'cpu' on a busy machine with one thread.")
+    ] = "wall",
 ) -> None:
     """Measures every setting on every prompt."""
+    global now
+    now = CLOCKS[clock]
     torch.set_num_threads(threads)
     loaded, tokenizer = load(model, dtype)
     ssr_hf.enable(loaded)
@@ -276,6 +283,7 @@ def main(
         "mean_tokens": statistics.mean(len(r.token_ids) for r in runs["plain"]),
         "threads": threads,
         "dtype": dtype,
+        "clock": clock,
         "machine": platform.processor() or platform.machine(),
         "versions": {name: version(name) for name in ("ssr-hf", "torch", "transformers")},
         "rows": rows,

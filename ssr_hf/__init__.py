@@ -14,15 +14,17 @@ from .markers import ThinkingMarkers
 from .outputs import SelfSpeculativeOutput
 from .pacing import Profile
 from .specreason import ProposedStep, StepReport, StepSpeculationConfig, StepSpeculationStats
-from .stats import SpeculationStats
+from .stats import DraftReport, Round, SpeculationStats
 
 __version__ = version("ssr-hf")
 
 __all__ = [
     "ConfigError",
+    "DraftReport",
     "MarkerError",
     "Profile",
     "ProposedStep",
+    "Round",
     "SelfSpeculationConfig",
     "SelfSpeculationError",
     "SelfSpeculativeOutput",

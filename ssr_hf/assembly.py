@@ -19,8 +19,8 @@ from .commit import Committer
 from .config import SelfSpeculationConfig
 from .decoding import SelfSpeculativeDecoding
 from .drafting import DraftSchedule
-from .errors import MarkerError, message
-from .lanes import LANE_TYPES, DraftRules
+from .errors import MarkerError, UnsupportedError, message
+from .lanes import LANE_TYPES, DraftRules, Lane
 from .markers import PhaseTracker, ThinkingMarkers
 from .outputs import SelfSpeculativeOutput
 from .pacing import FixedPacer, MeasuredPacer, Pacer, Profile
@@ -51,6 +51,7 @@ def decode(
 ) -> SelfSpeculativeOutput | torch.LongTensor:
     """Assembles the parts of the loop, runs it, and packs what `generate` returns."""
     recorder = Recorder(on_round=getattr(streamer, "on_round", None))
+    lane_type = _supported_lane(model, "lockstep" if config.lane == "auto" else config.lane)
     markers = find_markers(model, tokenizer, config)
     support = multi_token_support(model, generation_config)
     if isinstance(support, Unsupported):
@@ -79,7 +80,7 @@ def decode(
             functools.partial(DraftGuesser, config.suffix, pacer) if config.proposes_spans else None
         ),
     )
-    lane = LANE_TYPES["lockstep" if config.lane == "auto" else config.lane](target)
+    lane = lane_type(target)
     user_cache = getattr(model_kwargs.get("cache"), "_is_user_defined", False)
     step_speculation: StepSpeculation | None = None
     if steps is not None:
@@ -150,6 +151,20 @@ def find_markers(
     if tokenizer is None:
         tokenizer = _load_tokenizer(model)
     return ThinkingMarkers.from_tokenizer(tokenizer, end, start)
+
+
+def _supported_lane(model: PreTrainedModel, name: str) -> type[Lane]:
+    support = LANE_TYPES[name].support(model)
+    if isinstance(support, Unsupported):
+        what = f"lane={name!r} is not safe with this {type(model).__name__}: {support.reason}"
+        others = (
+            repr(other)
+            for other, lane_type in LANE_TYPES.items()
+            if not isinstance(lane_type.support(model), Unsupported)
+        )
+        accepted = f"The lanes {' and '.join(others)} are accepted here"
+        raise UnsupportedError(message(what, accepted, support.hint))
+    return LANE_TYPES[name]
 
 
 def _load_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:

@@ -67,7 +67,7 @@ class SuffixCandidateGenerator(CandidateGenerator):
         )
         if span is None:
             return NO_CANDIDATES
-        return Candidates(span.token_ids, "suffix", match=span.match_length)
+        return Candidates(span.token_ids, "suffix", chances=span.probabilities)
 
     def get_candidates(
         self, input_ids: torch.LongTensor, **kwargs: Any

@@ -80,9 +80,15 @@ def grow_kwargs(
     grown = dict(model_kwargs)
     if n_tokens == 0:
         return grown
-    return model._update_model_kwargs_for_generation(
+    grown = model._update_model_kwargs_for_generation(
         {} if outputs is None else outputs, grown, num_new_tokens=n_tokens
     )
+    types = model_kwargs.get("token_type_ids")
+    if types is not None and n_tokens > 1:
+        # One token at a time, the host repeats the last type; for several, the last several.
+        new_types = types[:, -1:].expand(-1, n_tokens)
+        grown["token_type_ids"] = torch.cat([types, new_types], dim=1)
+    return grown
 
 
 def forward(
@@ -115,7 +121,8 @@ def fresh_kwargs(
     cache = prepare_cache(model, generation_config, input_ids.shape[1])
     if cache is not None:
         model_kwargs["cache"] = cache
-    positions = model._prepare_position_ids_for_generation(input_ids, model_kwargs)
+    # Without the cache, which is empty: not every one can tell its length.
+    positions = model._prepare_position_ids_for_generation(input_ids, {})
     return {**model_kwargs, "position_ids": positions}
 
 

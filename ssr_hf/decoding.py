@@ -68,8 +68,10 @@ class SelfSpeculativeDecoding:
                 if self.keeps_cache:
                     self.target.settle()
         finally:
-            self.lane.close()
-            self.target.close(self.keeps_cache)
+            try:
+                self.lane.close()
+            finally:
+                self.target.close(self.keeps_cache)
 
     def prefill(self, generation_config: GenerationConfig) -> None:
         """Reads the prompt and commits the first token, unless the small model writes it."""

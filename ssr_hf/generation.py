@@ -71,12 +71,13 @@ def enable(model: PreTrainedModel, profile: Profile | None = None) -> PreTrained
 
     ```
     """
-    known = _enabled.get(model)
+    inner = _generating(model)
+    known = _enabled.get(inner)
     if known is None:
-        _enabled[model] = _Enabled(model.__dict__.get("generate"), profile or Profile())
-        model.generate = types.MethodType(generate, model)
+        _enabled[inner] = _Enabled(inner.__dict__.get("generate"), profile or Profile())
+        inner.generate = types.MethodType(generate, inner)
     elif profile is not None:
-        _enabled[model] = _Enabled(known.previous, profile)
+        _enabled[inner] = _Enabled(known.previous, profile)
     return model
 
 
@@ -85,14 +86,31 @@ def disable(model: PreTrainedModel) -> None:
 
     Args:
         model (`PreTrainedModel`): A model that was given to `enable`.
+
+    Example:
+
+    ```python
+    >>> import ssr_hf
+    >>> model, tokenizer = ssr_hf.load_tiny_reasoner()
+    >>> ssr_hf.disable(ssr_hf.enable(model))
+    >>> "generate" in vars(model)
+    False
+
+    ```
     """
-    if model not in _enabled:
+    inner = _generating(model)
+    if inner not in _enabled:
         return
-    previous = _enabled.pop(model).previous
+    previous = _enabled.pop(inner).previous
     if previous is None:
-        del model.__dict__["generate"]
+        del inner.__dict__["generate"]
     else:
-        model.generate = previous
+        inner.generate = previous
+
+
+def _generating(model: Any) -> Any:
+    """The module that `model.generate` runs on: `torch.compile` wraps a model without being one."""
+    return getattr(model, "_orig_mod", model)
 
 
 @functools.wraps(GenerationMixin.generate)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 from functools import lru_cache
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -391,7 +391,8 @@ class _TextMatcher:
         self._window: deque[int] = deque(
             maxlen=max(len(text.encode()) for text in (*starts, *ends)) + 1
         )
-        self._related: dict[int, bool] = {}
+        self._roles: dict[int, _Role] = {}
+        self._is_begun = False
         self._rest: Ids = ()
         self._progress = 0
 
@@ -401,9 +402,11 @@ class _TextMatcher:
         return twin
 
     def push(self, token: int) -> _State:
-        """What the text up to `token` amounts to; decodes only what can be part of a marker."""
+        """What the text up to `token` amounts to; decodes only what may belong to a marker."""
         self._window.append(token)
-        if not self._is_related(token):
+        role = self._role(token)
+        self._is_begun = role is _Role.BEGINS or (self._is_begun and role is _Role.CONTINUES)
+        if not self._is_begun:
             self._rest, self._progress = (), 0
             return _NOTHING
         window = list(self._window)
@@ -434,15 +437,21 @@ class _TextMatcher:
         else:
             self._rest, self._progress = (), 0
 
-    def _is_related(self, token: int) -> bool:
-        known = self._related.get(token)
+    def _role(self, token: int) -> _Role:
+        known = self._roles.get(token)
         if known is None:
             piece = self._codec.decode([token])
-            known = "\ufffd" in piece or any(
-                _may_touch(piece, text) for text in (*self._starts, *self._ends)
-            )
-            self._related[token] = known
+            known = max(_role_in(piece, text) for text in (*self._starts, *self._ends))
+            self._roles[token] = known
         return known
+
+
+class _Role(IntEnum):
+    """What a token can do for a marker."""
+
+    NOTHING = 0
+    CONTINUES = 1
+    BEGINS = 2
 
 
 _NOTHING = _State()
@@ -453,11 +462,15 @@ def _overlap(tail: str, text: str) -> int:
     return next((size for size in range(len(text) - 1, 0, -1) if tail.endswith(text[:size])), 0)
 
 
-def _may_touch(piece: str, text: str) -> bool:
-    """Whether a token that writes `piece` can hold a part of `text`."""
-    if piece.strip() in text or text in piece or _overlap(piece, text):
-        return True
-    return any(piece.startswith(text[cut:]) for cut in range(1, len(text)))
+def _role_in(piece: str, text: str) -> _Role:
+    """What a token that writes `piece` can do for the marker `text`."""
+    # A replacement character stands for a part of a character: it could be any.
+    if "\ufffd" in piece or text in piece or _overlap(piece, text):
+        return _Role.BEGINS
+    continues = piece.strip() in text or any(
+        piece.startswith(text[cut:]) for cut in range(1, len(text))
+    )
+    return _Role.CONTINUES if continues else _Role.NOTHING
 
 
 class PhaseTracker:

@@ -23,6 +23,19 @@ class SelfSpeculativeOutput(GenerateDecoderOnlyOutput):
             `GenerateDecoderOnlyOutput`: `sequences`, `scores`, `logits`, `hidden_states`, `cache`.
         step_speculation (`StepSpeculationStats`, *optional*):
             Steps by author, scores and times, where a small model wrote steps.
+
+    Example:
+
+    ```python
+    >>> import ssr_hf
+    >>> model, tokenizer = ssr_hf.load_tiny_reasoner()
+    >>> inputs = tokenizer("Keep any colour but red.", return_tensors="pt")
+    >>> settings = {"max_new_tokens": 8, "return_dict_in_generate": True, "tokenizer": tokenizer}
+    >>> output = ssr_hf.enable(model).generate(**inputs, **settings, self_speculation=True)
+    >>> type(output).__name__, output.speculation.new_tokens
+    ('SelfSpeculativeOutput', 8)
+
+    ```
     """
 
     speculation: SpeculationStats | None = None

@@ -18,12 +18,16 @@ from .stats import Round, SpeculationStats
 
 # Weight of the newest measurement in a moving average.
 COST_WEIGHT = 0.15
-# A measurement may exceed the average by this factor at most: a pause of the machine is no cost.
-OUTLIER = 3.0
+# A measurement may leave the average by this factor at most: a pause of the machine is no cost.
+OUTLIER = 1.5
 # Cost of one more token of a round before anything was measured, in single-token rounds.
 PRIOR_SLOPE = 0.03
-# Every acceptance count fades by this factor per round, so that old text counts less.
-FADING = 0.97
+# Every acceptance count fades by this factor when it is added to, so that old text counts less.
+FADING = 0.98
+N_BINS = 10
+PRIOR_TRIALS = 4.0
+# Estimates err, so a block has to promise this much more than plain decoding.
+MARGIN = 1.05
 PROBE_TOKENS = 4
 FIRST_PROBE_AFTER = 16
 LAST_PROBE_AFTER = 512
@@ -38,36 +42,22 @@ BLOCK_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384,
 
 
 @dataclass(slots=True)
-class Acceptance:
+class Chain:
     """Chances that the first candidate, and each after an accepted one, is accepted.
 
-    Kept as fading counts that start from a weak prior.
+    For candidates that come without an estimate, such as drafts. Fading counts from a prior.
     """
 
-    first_hits: float
-    first_trials: float
-    next_hits: float
-    next_trials: float
+    first_hits: float = 3.2
+    first_trials: float = 4.0
+    next_hits: float = 3.6
+    next_trials: float = 4.0
 
-    @classmethod
-    def prior(cls, first: float, following: float) -> Acceptance:
-        """Counts worth four rounds."""
-        return cls(4 * first, 4.0, 4 * following, 4.0)
-
-    @property
-    def first(self) -> float:
-        """Chance that the first candidate is accepted."""
-        return self.first_hits / self.first_trials
-
-    @property
-    def following(self) -> float:
-        """Chance that a candidate behind an accepted one is accepted."""
-        return min(0.995, self.next_hits / self.next_trials)
-
-    def expected(self, n_candidates: int) -> float:
-        """Expected number of accepted candidates out of `n_candidates`."""
-        following = self.following
-        return self.first * (1 - following**n_candidates) / (1 - following)
+    def expected(self, sizes: list[int]) -> list[float]:
+        """Expected number of accepted candidates for each number of candidates."""
+        first = self.first_hits / self.first_trials
+        following = min(0.995, self.next_hits / self.next_trials)
+        return [first * (1 - following**size) / (1 - following) for size in sizes]
 
     def observe(self, n_proposed: int, n_accepted: int) -> None:
         """Counts one round."""
@@ -76,6 +66,42 @@ class Acceptance:
         if n_accepted > 0 and n_proposed > 1:
             self.next_hits = self.next_hits * FADING + n_accepted - 1
             self.next_trials = self.next_trials * FADING + min(n_accepted, n_proposed - 1)
+
+
+def _prior_hits() -> list[float]:
+    return [PRIOR_TRIALS * (bin_index + 0.5) / N_BINS for bin_index in range(N_BINS)]
+
+
+def _prior_trials() -> list[float]:
+    return [PRIOR_TRIALS] * N_BINS
+
+
+@dataclass(slots=True)
+class Calibration:
+    """How often candidates were right, by the chance that was estimated for them.
+
+    Bin `b` holds fading counts of the candidates whose estimate lay in `[b, b + 1) / N_BINS`; they
+    start as if the estimates were true.
+    """
+
+    hits: list[float] = field(default_factory=_prior_hits)
+    trials: list[float] = field(default_factory=_prior_trials)
+
+    def expected(self, chances: tuple[float, ...], sizes: list[int]) -> list[float]:
+        """Expected number of accepted candidates for each number of candidates."""
+        hits, trials = self.hits, self.trials
+        sums = [0.0]
+        for chance in chances:
+            index = int(chance * N_BINS) if chance < 1 else N_BINS - 1
+            sums.append(sums[-1] + hits[index] / trials[index])
+        return [sums[size] for size in sizes]
+
+    def observe(self, chances: tuple[float, ...], n_accepted: int) -> None:
+        """Counts one round."""
+        for position, chance in enumerate(chances):
+            index = int(chance * N_BINS) if chance < 1 else N_BINS - 1
+            self.hits[index] = self.hits[index] * FADING + (position < n_accepted)
+            self.trials[index] = self.trials[index] * FADING + 1
 
 
 @dataclass(slots=True)
@@ -88,7 +114,8 @@ class Profile:
         step_seconds (`float`): Seconds of a single-token round; 0 before the first.
         cost (`dict[int, float]`): Cost of a round by tokens fed, in single-token rounds.
         row_cost (`float`): Cost of a single-token round that carries a draft; 0 if unknown.
-        acceptance (`dict[str, Acceptance]`): By phase, source and match length.
+        chains (`dict[str, Chain]`): Acceptance of candidates without estimates, by source and phase.
+        calibrations (`dict[str, Calibration]`): Acceptance of spans, by source and phase.
         call_cost (`dict[str, float]`): Cost per token of whole calls, with and without drafts.
         calls (`int`): Calls seen.
 
@@ -105,7 +132,8 @@ class Profile:
     step_seconds: float = 0.0
     cost: dict[int, float] = field(default_factory=dict)
     row_cost: float = 0.0
-    acceptance: dict[str, Acceptance] = field(default_factory=dict)
+    chains: dict[str, Chain] = field(default_factory=dict)
+    calibrations: dict[str, Calibration] = field(default_factory=dict)
     call_cost: dict[str, float] = field(default_factory=dict)
     calls: int = 0
 
@@ -129,9 +157,8 @@ class Profile:
         try:
             values = json.loads(text)
             values["cost"] = {int(n): float(cost) for n, cost in values["cost"].items()}
-            values["acceptance"] = {
-                key: Acceptance(**counts) for key, counts in values["acceptance"].items()
-            }
+            for name, kind in (("chains", Chain), ("calibrations", Calibration)):
+                values[name] = {key: kind(**counts) for key, counts in values[name].items()}
             return cls(**values)
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             accepted = "A JSON object written by Profile.to_json() is accepted"
@@ -155,6 +182,15 @@ class Profile:
             return max(cost_below, cost_below + (n_tokens - below) * (cost_below - 1) / below)
         return cost_below + (n_tokens - below) * PRIOR_SLOPE
 
+    def round_cost(self, entry: Round) -> float:
+        """Cost of a round as it is learnt by now, in single-token rounds.
+
+        Calls are compared by this rather than by their seconds: it does not move with the machine.
+        """
+        if entry.rows == 2:
+            return self.row_cost or 1.0
+        return self.relative_cost(entry.n_fed)
+
     def observe_cost(self, n_tokens: int, rows: int, seconds: float) -> None:
         """Takes the time of one round."""
         if n_tokens == 1 and rows == 1:
@@ -173,7 +209,7 @@ class Profile:
 def _average(old: float, new: float) -> float:
     if old == 0.0:
         return new
-    return old + COST_WEIGHT * (min(new, OUTLIER * old) - old)
+    return old + COST_WEIGHT * (min(max(new, old / OUTLIER), old * OUTLIER) - old)
 
 
 class Pacer(Protocol):
@@ -240,22 +276,21 @@ class MeasuredPacer:
         return candidates.first(size)
 
     def _best_size(self, key: str, candidates: Candidates, n_pending: int) -> int:
-        chances = self._chances(key, candidates)
         cost = self.profile.relative_cost
         available = len(candidates.token_ids)
-        best, best_rate = 0, 1 / cost(n_pending)
-        for size in (*(s for s in BLOCK_SIZES if s < available), available):
-            rate = (1 + chances.expected(size)) / cost(n_pending + size)
+        sizes = [*(size for size in BLOCK_SIZES if size < available), available]
+        best, best_rate = 0, MARGIN / cost(n_pending)
+        for size, n_accepted in zip(sizes, self._expected(key, candidates, sizes), strict=True):
+            rate = (1 + n_accepted) / cost(n_pending + size)
             if rate > best_rate:
                 best, best_rate = size, rate
         return best
 
-    def _chances(self, key: str, candidates: Candidates) -> Acceptance:
-        known = self.profile.acceptance
-        if key not in known:
-            first = 0.8 if candidates.source == "draft" else min(0.9, 0.3 + 0.1 * candidates.match)
-            known[key] = Acceptance.prior(first, 0.9)
-        return known[key]
+    def _expected(self, key: str, candidates: Candidates, sizes: list[int]) -> list[float]:
+        if candidates.chances:
+            calibration = self.profile.calibrations.setdefault(key, Calibration())
+            return calibration.expected(candidates.chances, sizes)
+        return self.profile.chains.setdefault(key, Chain()).expected(sizes)
 
     def _probe(self, key: str, available: int) -> int:
         """Offers a few candidates now and then, ever more rarely while they fail."""
@@ -278,7 +313,12 @@ class MeasuredPacer:
             self._thinking_cost = _average(self._thinking_cost, cost)
         if entry.n_proposed and entry.source != "marker":
             key = _key(candidates, entry.phase)
-            self._chances(key, candidates).observe(entry.n_proposed, entry.n_accepted)
+            if candidates.chances:
+                calibration = self.profile.calibrations.setdefault(key, Calibration())
+                calibration.observe(candidates.chances, entry.n_accepted)
+            else:
+                chain = self.profile.chains.setdefault(key, Chain())
+                chain.observe(entry.n_proposed, entry.n_accepted)
             if entry.n_accepted == entry.n_proposed:
                 self._probe_after.pop(key, None)
 
@@ -305,21 +345,21 @@ class MeasuredPacer:
         return better != retry
 
     def finish(self, stats: SpeculationStats) -> None:
-        self.profile.calls += 1
-        tokens = stats.new_tokens - 1
-        if tokens < 1 or not self.profile.step_seconds or not stats.thinking_tokens:
+        profile = self.profile
+        profile.calls += 1
+        rounds = [entry for entry in stats.rounds if entry.phase != "prefill"]
+        n_tokens = sum(entry.n_committed for entry in rounds)
+        if not n_tokens or not profile.step_seconds or not stats.thinking_tokens:
             return
-        seconds = stats.seconds - stats.phase_seconds("prefill")
-        arm = "drafts" if stats.drafts else "plain"
+        # A call that was meant to draft and never came to it says nothing about drafts.
         if stats.drafts or not self._drafting:
-            cost = seconds / self.profile.step_seconds / tokens
-            self.profile.call_cost[arm] = _average(self.profile.call_cost.get(arm, 0.0), cost)
+            arm = "drafts" if stats.drafts else "plain"
+            cost = sum(profile.round_cost(entry) for entry in rounds)
+            if not any(entry.rows == 2 for entry in rounds):
+                cost += sum(draft.seconds for draft in stats.drafts) / profile.step_seconds
+            profile.call_cost[arm] = _average(profile.call_cost.get(arm, 0.0), cost / n_tokens)
 
 
 def _key(candidates: Candidates, phase: str) -> str:
-    """What an acceptance chance depends on: phase, source, and the length of the match."""
-    if candidates.source == "draft":
-        return "draft"
-    length = min(candidates.match, 16)
-    bucket = length if length <= 3 else 4 if length <= 5 else 6 if length <= 9 else 10
-    return f"{'thinking' if phase == 'thinking' else 'answering'}:{bucket}"
+    """What acceptance depends on: who proposed, and whether the model is thinking."""
+    return f"{candidates.source} while {'thinking' if phase == 'thinking' else 'answering'}"

@@ -62,13 +62,13 @@ class Candidates(NamedTuple):
     (a span of the suffix index), `"marker"` (the forced end-of-thinking marker), `"step"` (a step
     of a small model), `"assistant"` (a few tokens of it) or `"none"`.
     `proposals` says what each token was drawn from where that is known, else it is empty.
-    `match` is the number of context tokens that a suffix span follows, 0 for other sources.
+    `chances` are estimated probabilities that the candidates are right up to each one, if known.
     """
 
     token_ids: tuple[int, ...] = ()
     source: str = "none"
     proposals: tuple[Proposal, ...] = ()
-    match: int = 0
+    chances: tuple[float, ...] = ()
 
     def proposal(self, position: int) -> Proposal | None:
         """What the token at `position` was drawn from; None where it was not drawn."""
@@ -79,7 +79,9 @@ class Candidates(NamedTuple):
         if n_tokens == 0:
             return NO_CANDIDATES
         return self._replace(
-            token_ids=self.token_ids[:n_tokens], proposals=self.proposals[:n_tokens]
+            token_ids=self.token_ids[:n_tokens],
+            proposals=self.proposals[:n_tokens],
+            chances=self.chances[:n_tokens],
         )
 
 

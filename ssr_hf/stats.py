@@ -21,6 +21,15 @@ class Round(NamedTuple):
     were candidates, `n_accepted` how many of those were committed, `n_committed` tokens emitted
     (the accepted ones and the model's own), `rows` 2 while a draft rode in the same forward,
     `start` and `seconds` wall-clock time since the call began.
+
+    Example:
+
+    ```python
+    >>> from ssr_hf import Round
+    >>> Round("answering", "draft", 4, 3, 2, 3, rows=1, start=0.5, seconds=0.1).token_sources
+    ('draft', 'draft', 'model')
+
+    ```
     """
 
     phase: str
@@ -54,6 +63,16 @@ class DraftReport:
             where another draft was verified.
         start (`float`): When thinking was forked, in seconds since the call began.
         seconds (`float`): Wall-clock time from the fork to the end of the draft.
+
+    Example:
+
+    ```python
+    >>> from ssr_hf import DraftReport
+    >>> report = DraftReport(0, 128, 90, 0, "full", accepted_prefix=36, start=0.5, seconds=1.2)
+    >>> report.accepted_prefix / report.n_tokens
+    0.4
+
+    ```
     """
 
     stage: int
@@ -81,6 +100,20 @@ class SpeculationStats:
         answer_tokens (`int`): Emitted tokens after the marker (all, if nothing was thought).
         thinking_ended (`bool`): Whether an end-of-thinking marker was reached.
         notes (`tuple[str, ...]`): Decisions worth knowing, such as why nothing was proposed.
+
+    Example:
+
+    ```python
+    >>> from ssr_hf import Round, SpeculationStats
+    >>> rounds = (
+    ...     Round("prefill", "none", 9, 0, 0, 1, rows=1, start=0.0, seconds=0.2),
+    ...     Round("answering", "draft", 4, 3, 2, 3, rows=1, start=0.2, seconds=0.1),
+    ... )
+    >>> stats = SpeculationStats(rounds=rounds)
+    >>> stats.new_tokens, stats.forwards, stats.accepted_prefix
+    (4, 2, 2)
+
+    ```
     """
 
     rounds: tuple[Round, ...] = ()

@@ -32,13 +32,19 @@ class Span:
         token_ids (`tuple[int, ...]`): The proposed tokens, at least one.
         match_length (`int`): Tokens of the context's suffix that were found, at most `max_match`.
         source (`str`): Name of the source that all tokens come from.
-        probability (`float`): Estimated probability that the whole span is right, in (0, 1).
+        probabilities (`tuple[float, ...]`): For each token the estimated probability that the span is
+            right up to and including it, in (0, 1), never rising.
     """
 
     token_ids: tuple[int, ...]
     match_length: int
     source: str
-    probability: float
+    probabilities: tuple[float, ...]
+
+    @property
+    def probability(self) -> float:
+        """Estimated probability that the whole span is right."""
+        return self.probabilities[-1]
 
 
 class _Automaton:
@@ -160,20 +166,21 @@ class _Automaton:
 
     def follow(
         self, node: int, matched: int, max_tokens: int, min_probability: float
-    ) -> tuple[list[int], float]:
-        """The leading path from `node`, a match of `matched` tokens, and its probability."""
+    ) -> tuple[list[int], list[float]]:
+        """The leading path from `node`, a match of `matched` tokens, and its probabilities."""
         path: list[int] = []
-        share = probability = 1.0
+        probabilities: list[float] = []
+        share = 1.0
         while len(path) < max_tokens and self.followed[node]:
             reached = self.leader[node]
             share *= self.count[reached] / self.followed[node]
-            longer_probability = share * matched / (matched + len(path) + 1)
-            if longer_probability < min_probability:
+            probability = share * matched / (matched + len(path) + 1)
+            if probability < min_probability:
                 break
-            probability = longer_probability
+            probabilities.append(probability)
             path.append(self.token[reached])
             node = self._bounded(reached)
-        return path, probability
+        return path, probabilities
 
 
 class SuffixIndex:
@@ -199,7 +206,7 @@ class SuffixIndex:
     >>> index = SuffixIndex(sources=("draft", "answer"))
     >>> index.append("draft", [5, 6, 7, 8, 9])
     >>> index.propose([1, 6, 7], max_tokens=64, factor=1)
-    Span(token_ids=(8, 9), match_length=2, source='draft', probability=0.5)
+    Span(token_ids=(8, 9), match_length=2, source='draft', probabilities=(0.6666666666666666, 0.5))
 
     ```
     """
@@ -286,5 +293,5 @@ class SuffixIndex:
         if chosen is None:
             return None
         budget = int(min(max_tokens, factor * matched))
-        path, probability = self._automata[chosen].follow(node, matched, budget, min_probability)
-        return Span(tuple(path), matched, chosen, probability) if path else None
+        path, probabilities = self._automata[chosen].follow(node, matched, budget, min_probability)
+        return Span(tuple(path), matched, chosen, tuple(probabilities)) if path else None

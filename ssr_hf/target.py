@@ -187,8 +187,8 @@ class Target:
 
     def join(self, child: Target, lead: int) -> None:
         """Takes a child that is `lead` tokens longer as row 1 of this cache."""
-        self._lead = lead
         join(self.cache, child.cache, lead)
+        self._lead = lead
 
     def retire_child_row(self) -> None:
         """Drops row 1 and the padding that came with it."""

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from ssr_hf.cache import growth
+
 # At these sizes more threads only wait for each other.
 torch.set_num_threads(1)
 
@@ -15,7 +17,8 @@ DEPRECATION_WORDS = ("deprecat", "will be removed", "will be unavailable")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("filterwarnings", "error:.*deprecated:FutureWarning")
+    config.addinivalue_line("filterwarnings", "error:.*deprecated:FutureWarning:ssr_hf")
+    config.addinivalue_line("markers", "small_caches: attention caches are concatenated")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,6 +28,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(no_device)
+
+
+@pytest.fixture(autouse=True)
+def growing_caches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches of tiny models grow in buffers, as those of real models do.
+
+    Tests that are marked `small_caches` take the way that small caches take.
+    """
+    if request.node.get_closest_marker("small_caches") is None:
+        monkeypatch.setattr(growth, "SMALL", 0)
+        monkeypatch.setattr(growth, "MINIMUM_SPARE", 6)
 
 
 class DeprecationCollector(logging.Handler):

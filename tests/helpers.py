@@ -96,19 +96,23 @@ def declare(
         torch.manual_seed(SEED)
         sequences = generate(model, prompt, do_sample=do_sample).sequences
         new_ids = tuple(sequences[0, length:].tolist())
-        position = find_marker(new_ids, first, last, n_new)
+        position = find_marker(new_ids, first, last, n_new, prompt[0].tolist())
         if position is not None:
             return Declared(prompt, new_ids, position)
     raise LookupError(f"no prompt of {family} has new tokens there")
 
 
 def find_marker(
-    new_ids: tuple[int, ...], first: int = 14, last: int = 24, n_new: int = 1
+    new_ids: Sequence[int],
+    first: int = 14,
+    last: int = 24,
+    n_new: int = 1,
+    prompt_ids: Sequence[int] = (),
 ) -> int | None:
     """The last place between `first` and `last` from which `n_new` tokens were not seen before."""
     for position in range(last, first - 1, -1):
         places = range(position, position + n_new)
-        if all(new_ids[place] not in new_ids[:place] for place in places):
+        if all(new_ids[place] not in (*prompt_ids, *new_ids[:place]) for place in places):
             return position
     return None
 

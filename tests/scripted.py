@@ -111,8 +111,13 @@ class ScriptedModel(PreTrainedModel, GenerationMixin):
 
     def _next_token(self, ids: list[int]) -> int:
         known = [token_id for token_id in ids if token_id < len(self.tokenizer)]
+        n_begun = 0  # tokens of a character that is not complete
+        while n_begun < 3 and self.tokenizer.decode(known).endswith("\ufffd"):
+            known.pop()
+            n_begun += 1
         said = self.script(self.tokenizer.decode(known))
-        return self.tokenizer.encode(said or "?", add_special_tokens=False)[0]
+        said_ids = self.tokenizer.encode(said or "?", add_special_tokens=False)
+        return (said_ids[n_begun:] or said_ids)[0]
 
     def _read(self, input_ids: Tensor, cache: Any) -> list[list[int]]:
         """Puts the tokens into the cache; returns the tokens that each row sees."""

@@ -18,12 +18,12 @@ import torch
 from families import build_model
 from helpers import declare, enabled, generate, run_both
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
+from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor
 
 from ssr_hf import SelfSpeculationConfig, ThinkingBudgetLogitsProcessor, ThinkingMarkers
 from ssr_hf.acceptance import Proposal, draft_seed, judged_distribution
 
-EOS, MARKER = 0, 3
+EOS, MARKER = 0, 2
 PRUNED = 1e-7  # branches of rounding errors
 TOLERANCE = 1e-5
 # Chance that a right implementation fails the chi-square test with another seed.
@@ -78,24 +78,23 @@ def test_scores_without_a_token_do_not_end_the_generation() -> None:
 
 
 @functools.cache
-def _four_token_model(seed: int = 0) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=4,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        initializer_range=0.7,
+def _three_token_model() -> GPT2LMHeadModel:
+    """Its next token depends strongly on the position, so every branch point has another q."""
+    config = GPT2Config(
+        vocab_size=3,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        n_positions=64,
+        initializer_range=0.2,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=EOS,
         pad_token_id=EOS,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config).eval()
+        torch.manual_seed(104)
+        return GPT2LMHeadModel(config).eval()
 
 
 def _texts(run: Callable[[], tuple[int, ...]]) -> dict[tuple[int, ...], float]:
@@ -117,11 +116,11 @@ def _texts(run: Callable[[], tuple[int, ...]]) -> dict[tuple[int, ...], float]:
             nonlocal weight
             row = probabilities.double().flatten()
             row = (row / row.sum()).tolist()
-            if len(taken) == len(path):
-                choices = [token_id for token_id, share in enumerate(row) if share > PRUNED]
-                pending.extend((*taken, token_id) for token_id in choices[1:])
-                path = (*path, choices[0])
-            token_id = path[len(taken)]
+            if len(taken) < len(path):
+                token_id = path[len(taken)]
+            else:
+                token_id, *others = (i for i, share in enumerate(row) if share > PRUNED)
+                pending.extend((*taken, other) for other in others)
             taken.append(token_id)
             weight *= row[token_id]
             return torch.tensor([token_id]).view(*probabilities.shape[:-1], num_samples)
@@ -132,20 +131,57 @@ def _texts(run: Callable[[], tuple[int, ...]]) -> dict[tuple[int, ...], float]:
     return distribution
 
 
-def _sampled(config: SelfSpeculationConfig | None, prompt: Tensor, **arguments: Any) -> Any:
-    model = _four_token_model()
-    with enabled(model):
-        return generate(
-            model, prompt, do_sample=True, top_k=0, self_speculation=config, **arguments
-        )
-
-
 def _config(**settings: Any) -> SelfSpeculationConfig:
     defaults = {"acceptance": "rejection_sampling", "end_of_thinking": [MARKER], "adaptive": False}
     return SelfSpeculationConfig(**{**defaults, **settings})
 
 
-def _distance(
-    one: dict[tuple[int, ...], float], other: dict[tuple[int, ...], float]
-) -> float:
-    return sum(abs(one.get(text, 0.0) - other.get(text, 0.0)) for text in {*one, *other}) / 2
+def _sample(
+    prompt: Tensor, n_tokens: int, config: SelfSpeculationConfig | None, thinking_budget: int
+) -> tuple[int, ...]:
+    """New tokens, sampled plainly where `config` is None."""
+    model = _three_token_model()
+    arguments: dict[str, Any] = {"self_speculation": config}
+    if config is None:
+        markers = ThinkingMarkers(start=(), end=((MARKER,),))
+        budget = ThinkingBudgetLogitsProcessor(markers, thinking_budget, prompt.shape[1])
+        arguments = {"logits_processor": [budget]}
+    with enabled(model):
+        output = generate(
+            model, prompt, do_sample=True, top_k=0, max_new_tokens=n_tokens, **arguments
+        )
+    return tuple(output.sequences[0, prompt.shape[1] :].tolist())
+
+
+# Prompt, new tokens, settings.
+ENUMERATED: dict[str, tuple[list[int], int, dict[str, Any]]] = {
+    # The draft is verified as a whole.
+    "one draft": ([1], 5, {"draft_budget": 1, "thinking_budget": 2, "lane": "sequential"}),
+    # The second draft starts from the first; it must branch whether or not the first has ended.
+    "bootstrapped": (
+        [1, 0, 1],
+        7,
+        {"draft_budget": (1, 3), "thinking_budget": 4, "reuse": "prefix"},
+    ),
+    # Spans of the prompt run over the end of thinking; a round must not.
+    "spans over the marker": (
+        [1, 1, 1, 1, 2, 1, 0, 1, 1, 1, 1, 2, 1, 1, 1, 1],
+        6,
+        {"draft_budget": 1, "thinking_budget": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENUMERATED)
+def test_every_text_has_its_exact_probability(case: str) -> None:
+    """A judgement, a residual or a decision that depends on tokens still to be judged."""
+    prompt_ids, n_tokens, settings = ENUMERATED[case]
+    prompt = torch.tensor([prompt_ids])
+    budget = settings["thinking_budget"]
+    suffix = {"max_match": 4, "factor": 4.0}
+    config = _config(**{"max_draft_tokens": 2, "suffix": suffix, **settings})
+    plain = _texts(lambda: _sample(prompt, n_tokens, None, budget))
+    judged = _texts(lambda: _sample(prompt, n_tokens, config, budget))
+    distance = sum(abs(plain.get(text, 0.0) - judged.get(text, 0.0)) for text in plain | judged)
+    assert len(plain) > 30
+    assert distance / 2 < TOLERANCE

@@ -74,6 +74,7 @@ def test_everything_equals_plain_generate(
         assert "without candidates" in pair.stats.notes[0]
 
 
+@pytest.mark.small_caches
 @pytest.mark.parametrize("adaptive", [False, True])
 @every_rollback
 def test_greedy_without_outputs_commits_blocks(family: str, adaptive: bool) -> None:

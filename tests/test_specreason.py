@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from helpers import RecordingStreamer
 from scripted import LAYERS
-from stories import END, EOS, PROMPT, Story, foreign_tokenizer, models, plain, tell
-
-from ssr_hf import StepSpeculationConfig
+from stories import END, EOS, PROMPT, Story, models, plain, tell
 
 CASES = ("same", "padded", "different")
 everywhere = pytest.mark.parametrize(
@@ -297,27 +294,16 @@ def test_statistics() -> None:
 def test_foreign_tokenizer_reads_no_second_bos() -> None:
     """A BOS token in the middle of the small model's text resets what many models do."""
     seen: list[str] = []
-    base, small = models(REDO, "full", "different")
+    _, small = models(REDO, "full", "different")
     script = small.script
 
     def listen(text: str) -> str:
         seen.append(text)
         return script(text)
 
-    told = tell(REDO, case="different")
-    assert told.small.tokenizer.get_vocab() == foreign_tokenizer().get_vocab()
     small.script = listen
-    ids = torch.tensor([base.tokenizer.encode(PROMPT)])
-    from helpers import enabled
-
-    with enabled(base):
-        base.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=60,
-            tokenizer=base.tokenizer,
-            assistant_model=small,
-            assistant_tokenizer=small.tokenizer,
-            step_speculation=StepSpeculationConfig(score_prompt="?SCORE "),
-        )
-    assert all(text.count("<s>") == 1 and text.startswith("<s>") for text in seen if "think" in text)
+    told = tell(REDO, case="different", arguments={"assistant_model": small})
+    assert told.thinking == "s0.\n\nb1.\n\ns2.\n\n"
+    seen = [text for text in seen if "think" in text]
+    assert seen
+    assert all(text.startswith("<s>") and text.count("<s>") == 1 for text in seen)

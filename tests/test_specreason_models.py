@@ -20,11 +20,18 @@ NEW_TOKENS = 48
 MAX_STEP = 7
 DELIMITERS = tuple("acegikmoqsuwy")
 SCORE_PROMPT = "rate it: "
-THRESHOLD = 4.5
 # The models are small and random: every byte is one token.
 TOKENIZER = build_tokenizer()
 DIGIT_IDS = [TOKENIZER.encode(digit)[0] for digit in "0123456789"]
-KINDS = ("llama", "mistral", "gemma3", "gemma3n", "lfm2", "qwen3_next", "mamba2", "falcon_h1")
+KINDS = (
+    *("llama", "gpt2", "deepseek_v3", "mistral", "gemma3", "gemma4", "gpt_oss"),
+    *("lfm2", "qwen3_next", "mamba2", "falcon_h1"),
+)
+
+
+def threshold(index: int, tokens: int) -> float:
+    """Rejects every third step, as the scores of random models hardly differ."""
+    return 10.0 if index % 3 == 1 else 0.0
 
 
 def assistant_of(family: str) -> PreTrainedModel:
@@ -59,7 +66,7 @@ class Reference:
                 continue
             step = self.write_step(self.small, end)
             self.scores.append(self.score(step))
-            accepted = self.scores[-1] >= THRESHOLD
+            accepted = self.scores[-1] >= threshold(len(self.authors), 0)
             self.authors.append("assistant" if accepted else "base")
             self.text += step if accepted else self.write_step(self.base, end)
             thinking = self.text[-1] != self.marker
@@ -94,7 +101,7 @@ def next_token(model: PreTrainedModel, ids: list[int]) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt and a marker for which some steps are accepted and some are not."""
+    """A prompt and a marker that ends thinking after some steps."""
 
     prompt: torch.Tensor
     marker: int
@@ -105,20 +112,18 @@ class Case:
 
 @functools.cache
 def find_case(family: str) -> Case:
-    """The first prompt whose reference run has both authors, and a new token to be the marker."""
+    """The first prompt whose reference run writes a new token after some steps: the marker."""
     base, small = build_model(family), assistant_of(family)
-    for seed in range(40):
+    for seed in range(20):
         prompt = random_prompt(base, 9, seed)
-        trial = Reference(base, small, prompt[0].tolist(), None)
-        new_ids = trial.run()[9:]
-        late = [i for i in range(24, 36) if new_ids[i] not in new_ids[:i]]
-        if not late or {"assistant", "base"} - set(trial.authors[:4]):
+        new_ids = Reference(base, small, prompt[0].tolist(), None).run()[9:]
+        late = [i for i in range(20, 36) if new_ids[i] not in new_ids[:i]]
+        if not late:
             continue
-        reference = Reference(base, small, prompt[0].tolist(), new_ids[late[0]])
+        reference = Reference(base, small, prompt[0].tolist(), new_ids[late[-1]])
         text = reference.run()
-        if reference.marker in text[9:]:
-            return Case(prompt, new_ids[late[0]], text, reference.authors, reference.scores)
-    raise LookupError(f"no prompt of {family} mixes authors")
+        return Case(prompt, new_ids[late[-1]], text, reference.authors, reference.scores)
+    raise LookupError(f"no prompt of {family} has a new token there")
 
 
 def run(family: str, case: Case, **arguments: Any) -> ssr_hf.SelfSpeculativeOutput:
@@ -138,7 +143,7 @@ def run(family: str, case: Case, **arguments: Any) -> ssr_hf.SelfSpeculativeOutp
 def settings(**changes: Any) -> StepSpeculationConfig:
     """The settings of the reference."""
     defaults: dict[str, Any] = {
-        "threshold": THRESHOLD,
+        "threshold": threshold,
         "scorer": "expected",
         "delimiter": DELIMITERS,
         "max_step_tokens": MAX_STEP,

@@ -53,7 +53,8 @@ def scan(
     matched, _, source = max(matches)
     depth = max_match + suffix_index._PATH_CONTEXT
     path: list[int] = []
-    share = probability = 1.0
+    probabilities: list[float] = []
+    share = 1.0
     while len(path) < int(min(max_tokens, factor * matched)):
         seen = followers(sources[source], [*context[-matched:], *path][-depth:])
         if not seen:
@@ -61,12 +62,12 @@ def scan(
         counts = Counter(seen)
         most = max(counts.values())
         share *= most / len(seen)
-        longer_probability = share * matched / (matched + len(path) + 1)
-        if longer_probability < min_probability:
+        probability = share * matched / (matched + len(path) + 1)
+        if probability < min_probability:
             break
-        probability = longer_probability
+        probabilities.append(probability)
         path.append(next(token for token in reversed(seen) if counts[token] == most))
-    return Span(tuple(path), matched, source, probability) if path else None
+    return Span(tuple(path), matched, source, tuple(probabilities)) if path else None
 
 
 def build(sources: Sources, max_match: int) -> SuffixIndex:
@@ -256,7 +257,7 @@ def test_own_tail_proposes_nothing_and_hides_nothing():
     index = SuffixIndex()
     index.append("answer", [4, 1, 2, 6, 5, 1, 2])
     assert index.propose([4, 1, 2, 6, 5, 1, 2], max_tokens=2, factor=2) == Span(
-        token_ids=(6, 5), match_length=2, source="answer", probability=0.5
+        token_ids=(6, 5), match_length=2, source="answer", probabilities=(2 / 3, 0.5)
     )
     index.append("answer", [77])
     assert index.propose([1, 2, 77], max_tokens=2, factor=2) is None

@@ -47,7 +47,8 @@ def load_tiny_reasoner(
     >>> inputs = tokenizer.apply_chat_template(
     ...     problem.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     ... )
-    >>> output = model.generate(**inputs, max_new_tokens=1024, do_sample=False)
+    >>> output = model.generate(**inputs, max_new_tokens=32, do_sample=False)
+
     ```
     """
     import torch

@@ -162,6 +162,16 @@ def tiny_reasoner_prompts(
 
     Returns:
         `list[TinyReasonerProblem]`: the problems.
+
+    Example:
+
+    ```python
+    >>> from ssr_hf import tiny_reasoner_prompts
+    >>> problem = tiny_reasoner_prompts(1, seed=0)[0]
+    >>> len(problem.notes) >= 5, problem.output_format in ("JSON", "dataclass", "YAML")
+    (True, True)
+
+    ```
     """
     rng = random.Random(seed)
     return [generate_problem(rng, rng.randint(min_notes, max_notes)) for _ in range(n)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,14 +34,28 @@ def cache_tensors(cache: Cache) -> Iterator[torch.Tensor]:
             yield from (tensor for tensor in held if isinstance(tensor, torch.Tensor))
 
 
+@contextmanager
+def _all_layers_or_none(cache: Cache) -> Iterator[None]:
+    """Puts every layer back if memory runs out, or an interrupt arrives, between two of them."""
+    saved = [kind_of(layer).save(layer) for layer in cache.layers]
+    try:
+        yield
+    except BaseException:
+        for layer, state in zip(cache.layers, saved, strict=True):
+            kind_of(layer).restore(layer, state)
+        raise
+
+
 def add_row(cache: Cache, device: torch.device) -> None:
     """Doubles the only batch row in place: row 0 stays the parent, row 1 is the child."""
-    cache.reorder_cache(torch.tensor([0, 0], device=device))
+    with _all_layers_or_none(cache):
+        cache.reorder_cache(torch.tensor([0, 0], device=device))
 
 
 def retire_row(cache: Cache, device: torch.device) -> None:
     """Drops the child row that `add_row` or `join` added."""
-    cache.reorder_cache(torch.tensor([0], device=device))
+    with _all_layers_or_none(cache):
+        cache.reorder_cache(torch.tensor([0], device=device))
 
 
 def join(cache: Cache, child: Cache, lead: int) -> None:
@@ -49,13 +64,15 @@ def join(cache: Cache, child: Cache, lead: int) -> None:
     The parent is padded on the left, where padding is exact on every layer kind; the caller masks
     the padding and gives each row its own positions. `child` must not be used afterwards.
     """
-    for layer, other in zip(cache.layers, child.layers, strict=True):
-        kind = kind_of(layer)
-        kind.pad_left(layer, lead)
-        kind.concatenate(layer, other)
+    with _all_layers_or_none(cache):
+        for layer, other in zip(cache.layers, child.layers, strict=True):
+            kind = kind_of(layer)
+            kind.pad_left(layer, lead)
+            kind.concatenate(layer, other)
 
 
 def strip_padding(cache: Cache, lead: int) -> None:
     """Removes the left padding of `join` after the child row was retired."""
-    for layer in cache.layers:
-        kind_of(layer).strip_left(layer, lead)
+    with _all_layers_or_none(cache):
+        for layer in cache.layers:
+            kind_of(layer).strip_left(layer, lead)

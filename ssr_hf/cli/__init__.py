@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import typer
-from transformers.utils import logging
 
-from .check import check
-from .demo import demo
-from .generate import generate
-from .trace import trace
+from . import check, demo, generate, trace
 
 app = typer.Typer(
     name="ssr-hf",
@@ -17,12 +13,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, generate, check, trace):
+for command in (demo.demo, generate.generate, check.check, trace.trace):
     app.command()(command)
 
 
 def main() -> None:
     """Entry point of the console script."""
+    from transformers.utils import logging
+
     # Hints of the host about arguments, which the user of a command line never sees.
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.table import Table
 from rich.text import Text
 
 import ssr_hf
@@ -16,13 +17,15 @@ import ssr_hf
 from .comparing import Comparison
 from .console import EXIT_NEGATIVE, Meter, out_console, write_json
 from .loading import Session, open_session
-from .options import GenerationOptions, ModelOptions, PlacementOptions, spread
-from .prompts import Request, built_in_prompts, make_request
+from .options import GenerationOptions, ModelOptions, PlacementOptions
+from .prompts import Request, make_request
 from .report import different_line
 from .running import Run, run_plain, run_speculative
+from .spreading import spread
 
 _OTHER_LANES = ("sequential", "stream")
 _MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "dim")}
+_PROMPT = "List three fruits and three cities, and count the letters of each name."
 _GREEDY = GenerationOptions()
 _SAMPLED = GenerationOptions(temperature=1.0)
 
@@ -75,7 +78,7 @@ def check(
     for finding in _findings(session, config, tokens):
         findings.append(finding)
         if not as_json:
-            console.print(_line(finding))
+            console.print(_row(finding))
     passed = all(finding.passed is not False for finding in findings)
     if as_json:
         report = {"supported": passed, "findings": [asdict(finding) for finding in findings]}
@@ -87,10 +90,15 @@ def check(
         raise typer.Exit(EXIT_NEGATIVE)
 
 
-def _line(finding: Finding) -> Text:
+def _row(finding: Finding) -> Table:
+    """A mark, the name, and the text wrapped beside them."""
     mark, style = _MARKS[finding.passed]
-    line = Text("  ").append(mark, style).append(f" {finding.name:<17}")
-    return line.append(finding.text, "dim")
+    row = Table.grid(padding=(0, 1, 0, 0))
+    row.add_column(width=3, justify="right", style=style)
+    row.add_column(width=16)
+    row.add_column(style="dim", overflow="fold")
+    row.add_row(mark, finding.name, Text(finding.text))
+    return row
 
 
 def _findings(
@@ -99,8 +107,7 @@ def _findings(
     """Checks one thing after the other; stops where nothing further can be tried."""
     yield Finding("markers", True, _markers(session))
     prober = _Prober(session, config)
-    prompt = built_in_prompts(1, seed=0)[0]
-    request = make_request(session, prompt, raw=False, max_new_tokens=n_tokens)
+    request = make_request(session, _PROMPT, raw=False, max_new_tokens=n_tokens)
     try:
         plain = prober.plain(request, _GREEDY)
         speculative = prober.speculative(request, _GREEDY, "lockstep")

@@ -91,10 +91,15 @@ def fail(text: str, exit_code: int = EXIT_WRONG_INPUT) -> NoReturn:
 
 
 @contextmanager
-def busy(what: str) -> Iterator[None]:
-    """Shows that something of unknown length is going on: a spinner, or a line in a log."""
+def busy(what: str, spins: bool = True) -> Iterator[None]:
+    """Shows that something of unknown length is going on: a spinner, or a line once it takes long.
+
+    Args:
+        what (`str`): What is going on.
+        spins (`bool`, *optional*, defaults to `True`): Whether a terminal gets a spinner.
+    """
     console = err_console()
-    if console.is_terminal:
+    if console.is_terminal and spins:
         with console.status(escape(what), spinner="dots", refresh_per_second=4):
             yield
         return

@@ -15,11 +15,12 @@ import ssr_hf
 from .comparing import Comparison, as_record, medians
 from .console import EXIT_NEGATIVE, Meter, busy, out_console, write_json
 from .loading import Session, open_session
-from .options import GenerationOptions, ModelOptions, PromptOptions, SpeculationOptions, spread
+from .options import GenerationOptions, ModelOptions, PromptOptions, SpeculationOptions
 from .painting import TextPainter, legend
 from .prompts import Request, built_in_prompts, given_prompt, make_request
 from .report import comparison_table, drafts_line, heading, title, verdict_line
 from .running import OnTokens, run_plain, run_speculative, warm_up
+from .spreading import spread
 
 BUILT_IN_RUNS = 5
 

@@ -23,12 +23,13 @@ from .console import (
     write_json,
 )
 from .loading import Session, open_session
-from .options import GenerationOptions, ModelOptions, PromptOptions, SpeculationOptions, spread
+from .options import GenerationOptions, ModelOptions, PromptOptions, SpeculationOptions
 from .painting import TextPainter
 from .prompts import Messages, given_prompt, make_request
 from .records import Item, RecordFile, read_items
 from .report import drafts_line
 from .running import OnTokens, Run, run_speculative
+from .spreading import spread
 
 Record = dict[str, Any]
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TINY_REASONER = "tiny reasoner"
+_CONFIG_FILES = ("config.json", "adapter_config.json")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -85,28 +86,42 @@ def open_session(options: ModelOptions, config: ssr_hf.SelfSpeculationConfig) ->
     threads = options.threads or (1 if options.model is None else None)
     if threads is not None:
         torch.set_num_threads(threads)
-    name = options.model or TINY_REASONER
-    with busy(f"Loading {name}"):
-        model, tokenizer = _load(options.model, dtype)
-        model = model.to(device).eval()
+    model, tokenizer = _load(options.model, dtype)
+    model = model.to(device).eval()
     try:
         markers = ssr_hf.ThinkingMarkers.from_tokenizer(
             tokenizer, config.end_of_thinking, config.start_of_thinking
         )
     except ssr_hf.MarkerError as error:
         raise InputError(f"{error} On the command line: --end-of-thinking TEXT.") from error
-    return Session(name=name, model=ssr_hf.enable(model), tokenizer=tokenizer, markers=markers)
+    return Session(
+        name=_name(options.model),
+        model=ssr_hf.enable(model),
+        tokenizer=tokenizer,
+        markers=markers,
+    )
+
+
+def _name(source: str | None) -> str:
+    if source is None:
+        return TINY_REASONER
+    path = Path(source).expanduser()
+    return path.resolve().name if path.exists() else source
 
 
 def _load(source: str | None, dtype: torch.dtype | None) -> tuple[Any, Any]:
     if source is None:
-        return ssr_hf.load_tiny_reasoner(dtype)
+        with busy(f"Loading the {TINY_REASONER}"):
+            return ssr_hf.load_tiny_reasoner(dtype)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     location, extra = _locate(source)
+    # Downloads and conversions draw bars of their own, which a spinner would disturb.
+    has_bars = bool(extra) or not Path(location).is_dir()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(location, **extra)
-        model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype or "auto", **extra)
+        with busy(f"Loading {source}", spins=not has_bars):
+            tokenizer = AutoTokenizer.from_pretrained(location, **extra)
+            model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype or "auto", **extra)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise InputError(
@@ -119,19 +134,20 @@ def _load(source: str | None, dtype: torch.dtype | None) -> tuple[Any, Any]:
 def _locate(source: str) -> tuple[str, dict[str, str]]:
     """What `from_pretrained` is given for a path, a Hub id or a GGUF file in either place."""
     path = Path(source).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
+    is_gguf = path.suffix == ".gguf"
+    if is_gguf and path.is_file():
         return str(path.parent), {"gguf_file": path.name}
-    if path.is_dir():
+    if source and any((path / name).is_file() for name in _CONFIG_FILES):
         return str(path), {}
     parts = source.split("/")
-    if path.suffix == ".gguf" and len(parts) == 3 and all(parts):
+    if is_gguf and len(parts) == 3 and all(parts):
         return "/".join(parts[:2]), {"gguf_file": parts[2]}
-    looks_like_path = source.startswith((".", "/", "~")) or len(parts) > 2 or path.suffix == ".gguf"
-    if path.exists() or looks_like_path or not source.strip():
+    is_path = path.exists() or source.startswith((".", "/", "~")) or len(parts) > 2 or is_gguf
+    if is_path or not source.strip():
         raise InputError(
             f"There is no model at {source!r}. A Hub id such as Qwen/Qwen3-0.6B, a local directory "
-            "with config.json or a GGUF file is accepted. Leave --model out to use the built-in "
-            "tiny reasoner."
+            "with config.json or a GGUF file is accepted. Leave the model out to use the tiny "
+            "reasoner inside."
         )
     return source, {}
 

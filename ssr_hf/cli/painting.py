@@ -56,7 +56,7 @@ class TokenDecoder:
     def push(self, token_id: int) -> str:
         """The text that `token_id` adds; empty while a character is incomplete."""
         self._line.append(token_id)
-        text: str = self._tokenizer.decode(self._line, clean_up_tokenization_spaces=False)
+        text = self._decode(self._line)
         if text.endswith("\ufffd"):
             return ""
         added = text[len(self._shown) :]
@@ -64,8 +64,16 @@ class TokenDecoder:
         if text.endswith("\n"):
             # What ends the line stays as context: some vocabularies drop a first token's space.
             self._line = [token_id]
-            self._shown = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+            self._shown = self._decode(self._line)
         return added
+
+    def rest(self) -> str:
+        """What is left of a character that no token completed."""
+        return self._decode(self._line)[len(self._shown) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+        return text
 
 
 class TextPainter:
@@ -118,6 +126,7 @@ class TextPainter:
     def finish(self) -> None:
         """Shows what is held back and ends the line."""
         out = Text()
+        self._lay_out(out, self._decoder.rest(), Style())
         if self._wrap is not None:
             self._wrap.flush(out)
         if self._wrap is None or not self._wrap.is_at_line_start:

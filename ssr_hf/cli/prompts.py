@@ -94,8 +94,8 @@ def _room(context: int | None, n_prompt: int, max_new_tokens: int | None) -> int
         )
     if max_new_tokens is not None and max_new_tokens > room:
         raise InputError(
-            f"The prompt has {n_prompt} tokens and the model's context holds {context}, so "
-            f"--max-new-tokens can be at most {room}; it is {max_new_tokens}."
+            f"The prompt has {n_prompt} tokens and the model's context holds {context}: at most "
+            f"{room} new tokens fit, {max_new_tokens} were asked for."
         )
     return max_new_tokens or min(room, LONGEST_BY_DEFAULT)
 

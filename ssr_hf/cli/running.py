@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,9 +14,6 @@ import ssr_hf
 from .loading import Session
 from .options import GenerationOptions
 from .prompts import Request
-
-if TYPE_CHECKING:
-    from ssr_hf.stats import Round
 
 _WARM_UP_TOKENS = 12
 
@@ -76,7 +73,7 @@ class PlainWatch(Watch):
 class SpeculativeWatch(Watch):
     """Watches self-speculation: tokens arrive in rounds."""
 
-    def on_round(self, entry: Round) -> None:
+    def on_round(self, entry: ssr_hf.Round) -> None:
         """The tokens of one round are complete."""
         self.pass_on(entry.token_sources)
 

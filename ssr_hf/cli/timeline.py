@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ssr_hf
-
-if TYPE_CHECKING:
-    from ssr_hf.stats import Round
 
 # From top to bottom of a picture.
 KINDS = ("prompt", "thinking", "draft", "verification", "suffix", "decoding")
@@ -82,7 +79,7 @@ def answer_start(stats: ssr_hf.SpeculationStats) -> float | None:
     return None
 
 
-def _span_of(entry: Round) -> Span:
+def _span_of(entry: ssr_hf.Round) -> Span:
     by_source = {"draft": "verification", "suffix": "suffix"}
     by_phase = {"prefill": "prompt", "thinking": "thinking", "closing": "thinking"}
     kind = by_source.get(entry.source) or by_phase.get(entry.phase, "decoding")

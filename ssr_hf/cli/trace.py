@@ -11,11 +11,12 @@ import typer
 from .chart import print_chart
 from .console import Meter, busy, out_console, require_writable, write_json, write_text
 from .loading import open_session
-from .options import GenerationOptions, ModelOptions, PromptOptions, SpeculationOptions, spread
+from .options import GenerationOptions, ModelOptions, PromptOptions, SpeculationOptions
 from .plot import require_matplotlib, save_picture
 from .prompts import Request, built_in_prompts, given_prompt, make_request
 from .report import drafts_line, heading, title
 from .running import run_speculative, warm_up
+from .spreading import spread
 from .timeline import as_record
 
 

@@ -7,14 +7,11 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import ssr_hf
-
-if TYPE_CHECKING:
-    from ssr_hf.stats import Round
 
 Pieces = list[tuple[str, str | None]]
 
@@ -44,7 +41,7 @@ class _RoundStreamer:
     """Collects tokens and hands them on, with their sources, when their round is complete."""
 
     def __init__(self) -> None:
-        self.rounds: queue.SimpleQueue[tuple[list[int], Round] | None] = queue.SimpleQueue()
+        self.rounds: queue.SimpleQueue[tuple[list[int], ssr_hf.Round] | None] = queue.SimpleQueue()
         self._token_ids: list[int] = []
         self._prompt_is_next = True
 
@@ -53,7 +50,7 @@ class _RoundStreamer:
             self._token_ids.extend(value.flatten().tolist())
         self._prompt_is_next = False
 
-    def on_round(self, entry: Round) -> None:
+    def on_round(self, entry: ssr_hf.Round) -> None:
         self.rounds.put((self._token_ids, entry))
         self._token_ids = []
 

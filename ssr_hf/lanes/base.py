@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from ..acceptance import Proposal, draft_generator
+from ..cache.support import Support, Supported
 from ..records import NO_CANDIDATES, BranchPoint, Candidates, Draft, DraftStatus
 from ..tokens import TokenSequence
 
 if TYPE_CHECKING:
-    from transformers import LogitsProcessorList
+    from transformers import LogitsProcessorList, PreTrainedModel
 
     from ..target import Target
 
@@ -204,6 +205,11 @@ class Lane(ABC):
     def __init__(self, target: Target) -> None:
         self.target = target
         self.writer: DraftWriter | None = None
+
+    @classmethod
+    def support(cls, model: PreTrainedModel) -> Support:
+        """Whether drafts of `model` can run in this way without changing a token."""
+        return Supported()
 
     @property
     def is_open(self) -> bool:

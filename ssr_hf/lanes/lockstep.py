@@ -68,6 +68,6 @@ class LockstepLane(Lane):
 
     def close(self) -> None:
         if self._riding:
-            self._riding = False
             self.target.retire_child_row()
+            self._riding = False
         super().close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -147,12 +148,15 @@ def _refuse_models(
                 what = f"The {name} cannot speculate step by step: {support.reason}"
                 raise UnsupportedError(message(what, accepted, "Use another model"))
     if assistant.num_parameters() > model.num_parameters():
-        logger.warning(
-            "The small model has %d parameters and the base model %d: steps will cost more than "
-            "they save. Swap the two models.",
-            assistant.num_parameters(),
-            model.num_parameters(),
+        _warn_once(
+            f"The small model has {assistant.num_parameters()} parameters and the base model "
+            f"{model.num_parameters()}: steps will cost more than they save. Swap the two models."
         )
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def bind_steps(
@@ -300,7 +304,7 @@ def _n_guessed(config: StepSpeculationConfig, shares_ids: bool) -> int:
 
 
 def _vocab_size(model: PreTrainedModel) -> int:
-    return int(model.get_output_embeddings().weight.shape[0])
+    return int(model.config.get_text_config().vocab_size)
 
 
 def _positions(model: PreTrainedModel) -> int:

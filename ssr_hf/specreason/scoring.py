@@ -36,6 +36,16 @@ class ProposedStep:
             instead of token `i`.
         answer_logits (`torch.Tensor` of shape `(V,)`, *optional*): The base model's answer to the
             score prompt; None for scorers that read none.
+
+    Example:
+
+    ```python
+    >>> from ssr_hf import ProposedStep, StepSpeculationConfig
+    >>> def prefer_short_steps(step: ProposedStep) -> float:
+    ...     return 9.0 if len(step.token_ids) < 50 else 0.0
+    >>> config = StepSpeculationConfig(scorer=prefer_short_steps, threshold=5)
+
+    ```
     """
 
     index: int

@@ -21,6 +21,16 @@ class StepReport(NamedTuple):
     the small model's proposal for this place, None where it made none; `n_proposed` its tokens,
     `n_reused` those of a rejected proposal that the base model wrote itself and got from the same
     forward.
+
+    Example:
+
+    ```python
+    >>> from ssr_hf import StepReport
+    >>> step = StepReport("base", n_tokens=40, score=3.0, threshold=7.0, n_proposed=32, n_reused=8)
+    >>> step.score >= step.threshold
+    False
+
+    ```
     """
 
     author: str
@@ -43,6 +53,17 @@ class StepSpeculationStats:
             steps), `"scoring"` (the base model reads and judges them), `"base_steps"` (the base
             model writes steps) and `"answer"`.
         notes (`tuple[str, ...]`): Decisions worth knowing.
+
+    Example:
+
+    ```python
+    >>> from ssr_hf import StepReport, StepSpeculationStats
+    >>> steps = (StepReport("assistant", 30, 8.0, 7.0, 30), StepReport("base", 40, 3.0, 7.0, 32))
+    >>> stats = StepSpeculationStats(steps=steps)
+    >>> stats.acceptance_rate, stats.tokens("assistant")
+    (0.5, 30)
+
+    ```
     """
 
     steps: tuple[StepReport, ...] = ()

@@ -126,13 +126,10 @@ class TextHandOver:
         ids = list(base_ids)
         while ids and ids[0] in edge:
             ids.pop(0)
-        added = self._base_codec.added.intersection(ids)
-        tags = [self._base_codec.decode([token_id]) for token_id in added]
-        knows_tags = all(self.codec.is_atomic(tag) for tag in tags)
-        text = self._base_tokenizer.decode(
-            ids, skip_special_tokens=not knows_tags, clean_up_tokenization_spaces=False
-        )
-        return self._swap(str(text))
+        tags = self._base_codec.boundaries.intersection(ids)
+        if not all(self.codec.is_atomic(self._base_codec.decode([tag])) for tag in tags):
+            ids = [token_id for token_id in ids if token_id not in tags]
+        return self._swap(self._base_codec.decode(ids))
 
     def _swap(self, text: str) -> str:
         """Text of the base model with its markers replaced by those of the small model."""

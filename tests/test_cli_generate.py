@@ -1,0 +1,230 @@
+"""`ssr-hf generate`: text and JSONL, bad lines, resuming, and Ctrl-C in a real process."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_models import CONTEXT, Oracle, save_thinking_model
+from test_cli import BUDGET, N_TOKENS, PROMPT, SHORT, run
+
+PROMPTS = {"a": "One.", "b": "Two.", "c": "Three."}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_thinking_model(tmp_path_factory.mktemp("thinking"))
+
+
+@pytest.fixture(scope="module")
+def oracle(model_dir: Path) -> Oracle:
+    return Oracle(model_dir)
+
+
+def write_lines(path: Path, *lines: object) -> Path:
+    """A JSONL file; text is written as it is."""
+    rows = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Every record, each on a whole line of its own."""
+    text = path.read_text(encoding="utf-8")
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_lines(
+        tmp_path / "in.jsonl", *({"id": key, "prompt": text} for key, text in PROMPTS.items())
+    )
+
+
+def test_text_equals_plain_generate(model_dir: Path, oracle: Oracle) -> None:
+    """Text changed on its way to a pipe, statistics mixed into it, escape codes."""
+    result = run("generate", "-m", model_dir, "-p", PROMPT, *SHORT)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == oracle.text(PROMPT, N_TOKENS, BUDGET, do_sample=False) + "\n"
+    assert f"{N_TOKENS} tokens" in result.stderr and "suffix matches" in result.stderr
+    assert "\x1b" not in result.output
+
+
+def test_sampled_text_equals_plain_generate(model_dir: Path, oracle: Oracle) -> None:
+    """A seed set at another moment than plain generate has it, or sampling options dropped."""
+    import torch
+
+    sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 20}
+    torch.manual_seed(11)
+    expected = oracle.text(PROMPT, N_TOKENS, BUDGET, **sampling)
+    options = ["-t", 0.7, "--top-p", 0.9, "--top-k", 20, "--seed", 11]
+    result = run("generate", "-m", model_dir, "-p", PROMPT, *SHORT, *options)
+    assert result.stdout == expected + "\n"
+    assert expected != oracle.text(PROMPT, N_TOKENS, BUDGET, do_sample=False)
+
+
+def test_prompt_from_a_pipe(model_dir: Path, oracle: Oracle) -> None:
+    """Standard input that is not read."""
+    result = run("generate", "-m", model_dir, "--prompt-file", "-", *SHORT, stdin=PROMPT)
+    assert result.stdout == oracle.text(PROMPT, N_TOKENS, BUDGET, do_sample=False) + "\n"
+
+
+def test_raw_prompt(model_dir: Path, oracle: Oracle) -> None:
+    """A chat template that is applied where it was declined."""
+    result = run("generate", "-m", model_dir, "-p", PROMPT, "--raw", "-n", 8, "--json")
+    ids = oracle.tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    output = oracle.model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    expected = oracle.tokenizer.decode(output, skip_special_tokens=True)
+    assert json.loads(result.stdout)["text"] == expected
+
+
+def test_record_of_a_prompt(model_dir: Path, oracle: Oracle, tmp_path: Path) -> None:
+    """Thinking and answer that overlap or lose tokens, and a record that replaces older ones."""
+    path = tmp_path / "out.jsonl"
+    arguments = ["generate", "-m", model_dir, "-p", PROMPT, *SHORT, "--json"]
+    record = json.loads(run(*arguments).stdout)
+    ids = oracle.new_tokens(PROMPT, N_TOKENS, BUDGET, do_sample=False)
+    end = oracle.tokenizer.convert_tokens_to_ids("</think>")
+    at = ids.index(end)
+    decode = oracle.tokenizer.decode
+    assert record["thinking"] == decode(ids[:at], skip_special_tokens=True)
+    assert record["answer"] == decode(ids[at + 1 :], skip_special_tokens=True)
+    assert record["prompt"] == PROMPT
+    statistics = record["statistics"]
+    assert statistics["thinking_tokens"] == at + 1 and statistics["new_tokens"] == N_TOKENS
+    for _ in range(2):
+        assert run(*arguments, "-o", path).exit_code == 0
+    assert [entry["id"] for entry in read_records(path)] == [1, 2]
+
+
+def test_text_file_is_appended_to(model_dir: Path, oracle: Oracle, tmp_path: Path) -> None:
+    """A file that loses what it held."""
+    path = tmp_path / "out.txt"
+    path.write_text("before\n")
+    result = run("generate", "-m", model_dir, "-p", PROMPT, *SHORT, "-o", path)
+    assert result.stdout == ""
+    expected = oracle.text(PROMPT, N_TOKENS, BUDGET, do_sample=False)
+    assert path.read_bytes().decode() == f"before\n{expected}\n"
+
+
+def test_records_and_bad_lines(model_dir: Path, oracle: Oracle, tmp_path: Path) -> None:
+    """A bad line that is passed over in silence, reported with a wrong number, or loses others."""
+    source = write_lines(
+        tmp_path / "in.jsonl",
+        {"id": "a", "prompt": PROMPTS["a"], "topic": "ducks"},
+        '{"id": "broken", "prompt": ',
+        "",
+        {"id": "b", "messages": [{"role": "user", "content": PROMPTS["b"]}]},
+        {"id": "a", "prompt": "the same id"},
+        {"id": "empty", "prompt": " "},
+        {"id": "long", "prompt": "x" * CONTEXT},
+        ["a", "list"],
+        {"id": "both", "prompt": "a", "messages": []},
+        {"id": "taken", "prompt": "a", "text": "b"},
+        {"id": 1.5, "prompt": "a"},
+        {"prompt": PROMPTS["c"]},
+    )
+    result = run("generate", "-m", model_dir, "-i", source, *SHORT)
+    assert result.exit_code == 2
+    records = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [record["id"] for record in records] == ["a", "b", 12]
+    texts = [oracle.text(text, N_TOKENS, BUDGET, do_sample=False) for text in PROMPTS.values()]
+    assert [record["text"] for record in records] == texts
+    assert records[0]["topic"] == "ducks"
+    reported = [line for line in result.stderr.splitlines() if line.startswith("line ")]
+    numbers = sorted(int(line.split()[1]) for line in reported)
+    assert numbers == [2, 5, 6, 7, 8, 9, 10, 11]
+    assert "line 5  the id 'a' is that of line 1, too" in reported
+    assert "8 lines could not be used" in result.stderr
+
+
+def test_resuming(model_dir: Path, source: Path, tmp_path: Path) -> None:
+    """Records generated twice, left out, or written into a torn line."""
+    path = tmp_path / "out.jsonl"
+    arguments = ["generate", "-m", model_dir, "-i", source, "-o", path, *SHORT]
+    assert run(*arguments).exit_code == 0
+    whole = read_records(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + lines[1][:40])
+    result = run(*arguments)
+    assert result.exit_code == 0
+    assert "incomplete last line" in result.stderr and "1 of 3 records" in result.stderr
+    resumed = read_records(path)
+    assert [record["id"] for record in resumed] == ["a", "b", "c"]
+    assert [record["text"] for record in resumed] == [record["text"] for record in whole]
+    before = path.read_bytes()
+    assert run(*arguments).exit_code == 0
+    assert path.read_bytes() == before
+
+
+def test_resuming_after_a_missing_line_break(model_dir: Path, source: Path, tmp_path: Path) -> None:
+    """Two records glued together on one line."""
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"id": "a"}')
+    assert run("generate", "-m", model_dir, "-i", source, "-o", path, *SHORT).exit_code == 0
+    assert [record["id"] for record in read_records(path)] == ["a", "b", "c"]
+
+
+def test_foreign_output_is_left_alone(source: Path, tmp_path: Path) -> None:
+    """Records appended to somebody's notes."""
+    path = tmp_path / "notes.txt"
+    path.write_text("milk\nbread\n")
+    result = run("generate", "-i", source, "-o", path)
+    assert result.exit_code == 2 and "Line 1 of --output" in result.stderr
+    assert path.read_text() == "milk\nbread\n"
+
+
+def test_interrupt_between_records(
+    model_dir: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C that loses finished records, or cannot be resumed from."""
+    path = tmp_path / "out.jsonl"
+    arguments = ["generate", "-m", model_dir, "-i", source, "-o", path, *SHORT]
+    module = importlib.import_module("ssr_hf.cli.generate")
+    original, calls = module.run_speculative, []
+
+    def interrupted(*values: Any) -> Any:
+        calls.append(values)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*values)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "run_speculative", interrupted)
+        result = run(*arguments)
+    assert result.exit_code == 130 and "1 of 3 records were written" in result.stderr
+    assert [record["id"] for record in read_records(path)] == ["a"]
+    assert run(*arguments).exit_code == 0
+    assert [record["id"] for record in read_records(path)] == ["a", "b", "c"]
+
+
+def test_ctrl_c_in_a_real_process(model_dir: Path, tmp_path: Path) -> None:
+    """The console entry point, a real signal in the middle of a forward, and escape codes."""
+    lines = ({"id": number, "prompt": f"Number {number}."} for number in range(500))
+    source = write_lines(tmp_path / "in.jsonl", *lines)
+    path = tmp_path / "out.jsonl"
+    arguments = ["generate", "-m", model_dir, "-i", source, "-o", path, "-n", 64, "--threads", 1]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from ssr_hf.cli import main; main()", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (path.exists() and path.stat().st_size):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert stdout == "" and "\x1b" not in stderr and "Traceback" not in stderr
+    records = read_records(path)
+    assert 1 <= len(records) < 500
+    assert f"{len(records)} of 500 records were written" in stderr

@@ -1,0 +1,350 @@
+"""The stream lane: memory that crosses threads, cancellation, failures, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from families import FAMILIES, build_model
+from helpers import (
+    NEW_TOKENS,
+    RecordingStreamer,
+    assert_same,
+    collected_drafts,
+    declare,
+    run_both,
+    run_fast,
+)
+from stream_watch import DRAFT, PARENT, StreamWatch
+from transformers import DynamicCache, PreTrainedModel
+
+from ssr_hf.cache import growth
+from ssr_hf.lanes import stream
+from ssr_hf.lanes.stream import SideStream, StreamLane
+
+DRAFT_THREAD = "ssr_hf-draft"
+STAGES = {"draft_budget": 3, "draft_interval": 5, "max_draft_tokens": 4}
+# Layers that share and grow, slide, copy a state, and do both in one layer.
+KINDS = ("llama", "gemma3", "qwen3_5", "falcon_h1")
+
+every_kind = pytest.mark.parametrize("family", KINDS)
+
+
+def draft_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == DRAFT_THREAD]
+
+
+def in_draft() -> bool:
+    return threading.current_thread().name == DRAFT_THREAD
+
+
+@pytest.fixture(autouse=True)
+def no_thread_survives() -> Iterator[None]:
+    """Whatever a test does, its drafts have ended when `generate` returns or raises."""
+    yield
+    assert not draft_threads()
+
+
+@contextlib.contextmanager
+def before_forward(model: PreTrainedModel, hook: Callable[[], None]) -> Iterator[None]:
+    """Calls `hook` in the thread of every forward, before it."""
+    handle = model.register_forward_pre_hook(lambda *_: hook())
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def wait_for_draft() -> None:
+    """Lets the parent go on when the draft has ended, so that tests do not depend on timing."""
+    if not in_draft():
+        for thread in draft_threads():
+            thread.join(timeout=30)
+
+
+class DraftForwards:
+    """Counts the forwards of drafts; the `fails_at`-th one raises."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.count = 0
+        self._fails_at = fails_at
+
+    def __call__(self) -> None:
+        if not in_draft():
+            wait_for_draft()
+            return
+        self.count += 1
+        if self.count == self._fails_at:
+            raise RuntimeError("the draft failed")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@every_kind
+def test_drafts_are_those_of_the_sequential_lane(family: str, seed: int) -> None:
+    """A fork that sees what the parent wrote after it, or a draft that writes into the parent."""
+    declared = declare(family, length=9 + seed)
+    model = build_model(family)
+    drafts = {}
+    for lane in ("sequential", "stream"):
+        with collected_drafts() as drafts[lane], before_forward(model, wait_for_draft):
+            pair = run_both(model, declared.prompt, declared.config(lane=lane, **STAGES))
+        assert_same(pair)
+    assert len(drafts["stream"]) >= 3
+    assert drafts["stream"] == drafts["sequential"]
+
+
+@pytest.mark.parametrize("spare", [2, 128])
+@every_kind
+def test_memory_that_crosses_streams_is_handed_over(family: str, spare: int) -> None:
+    """On a GPU: memory reused while the other stream still reads it, or read before it is written.
+
+    A `spare` of 2 makes the parent leave the buffers that the draft still reads.
+    """
+    declared = declare(family)
+    model = build_model(family)
+    watch = StreamWatch([*model.parameters(), *model.buffers()])
+    with (
+        mock.patch.object(stream, "SideStream", watch.side),
+        mock.patch.object(growth, "MINIMUM_SPARE", spare),
+        watch.watching(PARENT),
+    ):
+        fast = run_fast(model, declared.prompt, declared.config(lane="stream", **STAGES))
+    assert fast.sequences[0, 9:].tolist() == list(declared.new_ids)
+    assert watch.n_shared > 0
+    assert not watch.violations
+
+
+def test_what_sampled_drafts_were_drawn_from_is_handed_back() -> None:
+    """The parent judges a draft by tensors of the second stream, and drops them last."""
+    declared = declare("llama", do_sample=True)
+    model = build_model("llama")
+    watch = StreamWatch([*model.parameters(), *model.buffers()])
+    config = declared.config(lane="stream", acceptance="rejection_sampling", max_draft_tokens=4)
+    with (
+        mock.patch.object(stream, "SideStream", watch.side),
+        before_forward(model, wait_for_draft),
+        watch.watching(PARENT),
+    ):
+        run_fast(model, declared.prompt, config, do_sample=True)
+    assert watch.n_handed_back > 0
+    assert not watch.violations
+
+
+def test_watch_sees_memory_that_was_not_handed_over() -> None:
+    """A watch that never complains would prove nothing in the tests above."""
+    watch = StreamWatch([])
+    with watch.watching(PARENT):
+        mine, shared = torch.zeros(8), torch.zeros(8)
+    watch.side(torch.device("cpu")).share([shared[:4]])
+    with watch.watching(DRAFT):
+        shared[:4].sum()
+        assert not watch.violations
+        mine.sum()
+        assert len(watch.violations) == 1
+        shared[:1].fill_(1)
+    with watch.watching(PARENT):
+        shared[4:].fill_(1)
+        assert len(watch.violations) == 1
+        shared[3:].fill_(1)
+        assert len(watch.violations) == 2
+        shared.sum()
+    assert len(watch.violations) == 3
+
+
+class FakeStream:
+    """A CUDA stream that writes down what happens on it."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def __enter__(self) -> None:
+        self.log.append(f"enter {self.name}")
+
+    def __exit__(self, *_: object) -> None:
+        self.log.append(f"leave {self.name}")
+
+
+def test_streams_wait_for_each_other() -> None:
+    """A fork that reads, a parent that writes, a close that frees before the other is done."""
+    log: list[str] = []
+    caller, second = FakeStream("caller", log), FakeStream("second", log)
+    tensor = mock.Mock()
+    with (
+        mock.patch.object(stream, "_second_stream", return_value=second),
+        mock.patch.object(torch.cuda, "current_stream", return_value=caller),
+        mock.patch.object(torch.cuda, "stream", lambda entered: entered),
+    ):
+        side = SideStream(torch.device("cuda", 0))
+        with side.forking():
+            log.append("fork")
+        side.share([tensor])
+        tensor.record_stream.assert_called_once_with(second)
+        side.join()
+        side.hand_back([tensor])
+        tensor.record_stream.assert_called_with(caller)
+    assert log == [
+        "second waits for caller",
+        "enter second",
+        "fork",
+        "leave second",
+        "caller waits for second",
+        "caller waits for second",
+    ]
+
+
+def thread_settings() -> dict[str, Any]:
+    return {
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        "gradients": torch.is_grad_enabled(),
+    }
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        contextlib.nullcontext,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    ],
+    ids=["plain", "inference", "autocast"],
+)
+def test_the_thread_takes_over_the_settings_of_its_caller(context: Callable[[], Any]) -> None:
+    """Modes are thread-local: a draft that records gradients, or runs in another dtype.
+
+    All threads share the weights that autocast has cast; a draft must not empty that cache.
+    """
+    declared = declare("llama")
+    model = build_model("llama")
+    seen: dict[bool, dict[str, Any]] = {}
+
+    def look() -> None:
+        seen[in_draft()] = thread_settings()
+        wait_for_draft()
+
+    with (
+        context(),
+        before_forward(model, look),
+        mock.patch.object(torch, "clear_autocast_cache") as clears,
+    ):
+        pair = run_both(model, declared.prompt, declared.config(lane="stream"))
+    assert pair.stats.drafts[0].n_tokens > 1
+    assert pair.fast.sequences.tolist() == pair.plain.sequences.tolist()
+    assert not seen[True]["gradients"]
+    assert seen[True] == seen[False]
+    clears.assert_not_called()
+
+
+@every_kind
+def test_hidden_states_are_those_of_the_parent(family: str) -> None:
+    """The host collects hidden states by hooks on the shared modules: a draft's must not get in."""
+    declared = declare(family)
+    config = declared.config(lane="stream", max_draft_tokens=64)
+    pair = run_both(build_model(family), declared.prompt, config, output_hidden_states=True)
+    assert_same(pair)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 4])
+def test_a_failing_draft_is_raised_in_the_calling_thread(fails_at: int) -> None:
+    """A draft that dies unseen: the run would look as if drafts were merely slow."""
+    declared = declare("llama")
+    model = build_model("llama")
+    cache = DynamicCache(config=model.config)
+    config = declared.config(lane="stream", suffix={"sources": ("draft",)})
+    forwards = DraftForwards(fails_at)
+    with before_forward(model, forwards), pytest.raises(RuntimeError, match="the draft failed"):
+        run_fast(model, declared.prompt, config, cache=cache)
+    assert forwards.count == fails_at
+    assert {type(layer).__name__ for layer in cache.layers} == {"DynamicLayer"}
+    assert len({layer.keys.shape for layer in cache.layers}) == 1
+
+
+class FailingStreamer(RecordingStreamer):
+    """Raises after so many tokens."""
+
+    def __init__(self, n_tokens: int, error: BaseException) -> None:
+        super().__init__()
+        self._n_tokens, self._error = n_tokens, error
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value)
+        if len(self.events) > self._n_tokens:
+            raise self._error
+
+
+@pytest.mark.parametrize("fails_at", [None, 2])
+def test_the_error_of_the_caller_comes_first(fails_at: int | None) -> None:
+    """Cleaning up must not put a draft's error in the place of the caller's, nor stop half-way."""
+    declared = declare("llama")
+    model = build_model("llama")
+    cache = DynamicCache(config=model.config)
+    streamer = FailingStreamer(6, KeyboardInterrupt())
+    # The draft branches after 5 tokens and has failed when the streamer is given the next one.
+    with before_forward(model, DraftForwards(fails_at)), pytest.raises(KeyboardInterrupt):
+        run_fast(
+            model, declared.prompt, declared.config(lane="stream"), streamer=streamer, cache=cache
+        )
+    assert {type(layer).__name__ for layer in cache.layers} == {"DynamicLayer"}
+    assert streamer.n_ends == 1
+
+
+class NoticedEvent(threading.Event):
+    """Knows how many forwards the draft had begun when it was cancelled."""
+
+    forwards: DraftForwards
+    at_cancellation: int | None = None
+
+    def set(self) -> None:
+        super().set()
+        NoticedEvent.at_cancellation = NoticedEvent.forwards.count
+
+
+def test_a_stale_draft_ends_within_one_step() -> None:
+    """Thinking ends while a long draft is written: waiting for its end would stall the answer."""
+    declared = declare("llama")
+    model = build_model("llama")
+    NoticedEvent.forwards = forwards = DraftForwards()
+    NoticedEvent.at_cancellation = None
+    longest = 3000
+
+    def count() -> None:
+        if in_draft():
+            forwards()
+
+    config = declared.config(
+        lane="stream", max_draft_tokens=longest, suffix={"sources": ("draft",)}
+    )
+    with before_forward(model, count), mock.patch.object(threading, "Event", NoticedEvent):
+        pair = run_both(model, declared.prompt, config, max_new_tokens=NEW_TOKENS)
+    assert NoticedEvent.at_cancellation is not None
+    assert 1 <= forwards.count <= NoticedEvent.at_cancellation + 1
+    assert forwards.count < longest
+    assert pair.stats.drafts[0].status == "cut"
+    assert pair.fast.sequences.tolist() == pair.plain.sequences.tolist()
+
+
+def test_no_thread_is_left_behind_when_one_cannot_start() -> None:
+    """A close that waits for a thread which never ran."""
+    declared = declare("llama")
+    refusal = RuntimeError("can't start new thread")
+    with (
+        mock.patch.object(threading.Thread, "start", side_effect=refusal),
+        pytest.raises(RuntimeError, match="can't start new thread"),
+    ):
+        run_fast(build_model("llama"), declared.prompt, declared.config(lane="stream"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_supported_on_a_cpu(family: str) -> None:
+    """A hazard that is seen where there is none turns the lane off for everybody."""
+    assert StreamLane.support(build_model(family)).supported
