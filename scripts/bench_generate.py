@@ -172,7 +172,9 @@ def make_settings(common: dict[str, Any], lanes: list[str]) -> dict[str, dict[st
         "plain": {},
         "prompt lookup 10": {"prompt_lookup_num_tokens": 10},
         "prompt lookup 16": {"prompt_lookup_num_tokens": 16},
-        "reference": {"self_speculation": {"suffix": reference.suffix, "adaptive": False, **common}},
+        "reference": {
+            "self_speculation": {"suffix": reference.suffix, "adaptive": False, **common}
+        },
         "default": {"self_speculation": common},
     }
     for lane in lanes:
@@ -186,7 +188,9 @@ def summarise(runs: dict[str, list[Run]]) -> list[dict[str, Any]]:
     for name, own in runs.items():
         plain = runs["plain"]
 
-        def ratio(of: Callable[[Run], float], own: list[Run] = own, plain: list[Run] = plain) -> list[float]:
+        def ratio(
+            of: Callable[[Run], float], own: list[Run] = own, plain: list[Run] = plain
+        ) -> list[float]:
             pairs = zip(plain, own, strict=True)
             return sorted(of(p) / of(o) for p, o in pairs if of(o) > 0 and of(p) > 0)
 
@@ -194,7 +198,9 @@ def summarise(runs: dict[str, list[Run]]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "setting": name,
-                "identical": all(p.token_ids == o.token_ids for p, o in zip(plain, own, strict=True)),
+                "identical": all(
+                    p.token_ids == o.token_ids for p, o in zip(plain, own, strict=True)
+                ),
                 "seconds": round(statistics.median(r.seconds for r in own), 3),
                 "speedup": round(statistics.median(total), 3),
                 "speedup_range": [round(total[0], 2), round(total[-1], 2)],
@@ -211,8 +217,17 @@ def summarise(runs: dict[str, list[Run]]) -> list[dict[str, Any]]:
 
 def print_table(rows: list[dict[str, Any]], title: str) -> None:
     table = Table(title=title)
-    for heading in ("setting", "same tokens", "seconds", "speed-up", "range", "answer s", "answer speed-up",
-                    "forwards", "tokens/forward"):
+    for heading in (
+        "setting",
+        "same tokens",
+        "seconds",
+        "speed-up",
+        "range",
+        "answer s",
+        "answer speed-up",
+        "forwards",
+        "tokens/forward",
+    ):
         table.add_column(heading, justify="left" if heading == "setting" else "right")
     for row in rows:
         low, high = row["speedup_range"]
@@ -290,7 +305,9 @@ def main(
         "notes": sorted({n for r in runs["default"] if r.speculation for n in r.speculation.notes}),
     }
     print(json.dumps(facts))
-    raise typer.Exit(0 if all(row["identical"] for row in rows if "lookup" not in row["setting"]) else 1)
+    raise typer.Exit(
+        0 if all(row["identical"] for row in rows if "lookup" not in row["setting"]) else 1
+    )
 
 
 if __name__ == "__main__":

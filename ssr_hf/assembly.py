@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoTokenizer, LogitsProcessorList, StoppingCriteriaList
+from transformers import AutoTokenizer, LogitsProcessorList
 
-from . import compat
 from .acceptance import draft_seed
 from .budget import ThinkingBudgetLogitsProcessor
 from .cache.support import Unsupported, multi_token_support
@@ -30,113 +29,151 @@ from .target import Target
 from .tokens import TokenSequence
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-    from transformers.generation.streamers import BaseStreamer
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .host_call import HostCall
 
 logger = logging.getLogger(__name__)
 
 
 def decode(
-    model: PreTrainedModel,
-    input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
+    call: HostCall,
     config: SelfSpeculationConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
-    streamer: BaseStreamer | None,
     profile: Profile,
     steps: StepRequest | None,
-    model_kwargs: dict[str, Any],
-) -> SelfSpeculativeOutput | torch.LongTensor:
-    """Assembles the parts of the loop, runs it, and packs what `generate` returns."""
-    recorder = Recorder(on_round=getattr(streamer, "on_round", None))
-    lane_type = _supported_lane(model, "lockstep" if config.lane == "auto" else config.lane)
-    markers = find_markers(model, tokenizer, config)
-    support = multi_token_support(model, generation_config)
+) -> SelfSpeculativeOutput | torch.Tensor:
+    """Assembles the parts of the loop, runs it, and packs what `generate` returns.
+
+    Args:
+        call (`HostCall`): What `generate` prepared.
+        config (`SelfSpeculationConfig`): The settings.
+        profile (`Profile`): What earlier calls learnt; it is updated.
+        steps (`StepRequest`, *optional*): Lets a small model write reasoning steps.
+
+    Returns:
+        `SelfSpeculativeOutput` or `torch.Tensor`: As plain `generate`.
+    """
+    loop = assemble(call, config, profile, steps)
+    loop.run(call.generation_config)
+    stats = loop.recorder.stats(loop.tracker)
+    loop.pacer.finish(stats)
+    sequences = loop.target.sequence.ids.clone()
+    if not call.returns_dict:
+        return sequences
+    return SelfSpeculativeOutput(
+        sequences=sequences,
+        scores=loop.committer.scores,
+        logits=loop.committer.logits,
+        hidden_states=loop.target.hidden_states,
+        cache=loop.target.cache,
+        speculation=stats,
+        step_speculation=None if loop.steps is None else loop.steps.stats(stats.rounds),
+    )
+
+
+def assemble(
+    call: HostCall,
+    config: SelfSpeculationConfig,
+    profile: Profile,
+    steps: StepRequest | None,
+) -> SelfSpeculativeDecoding:
+    """Puts the parts together; nothing is run but the one-time probe of the model."""
+    recorder = Recorder(on_round=getattr(call.streamer, "on_round", None))
+    lane_type = _supported_lane(call.model, "lockstep" if config.lane == "auto" else config.lane)
+    markers = find_markers(call, config)
+    support = multi_token_support(call.model, call.generation_config)
     if isinstance(support, Unsupported):
         recorder.note(f"decoding without candidates: {support.reason}")
         _warn_once(support.reason)
         config = replace(config, reuse="none")
-    sequence = TokenSequence(input_ids)
+    sequence = TokenSequence(call.input_ids)
     tracker = PhaseTracker(markers, sequence.token_ids)
-    processors = LogitsProcessorList(logits_processor)
-    if config.thinking_budget is not None:
-        processors.append(
-            ThinkingBudgetLogitsProcessor(markers, config.thinking_budget, len(sequence))
-        )
     pacer: Pacer = MeasuredPacer(profile) if config.adaptive else FixedPacer()
-    target = Target(model, sequence, model_kwargs, _keeps_hidden_states(generation_config))
-    committer = Committer(sequence, processors, stopping_criteria, generation_config, streamer)
-    longest_text = _longest_text(model, stopping_criteria)
-    rules = DraftRules(
-        closing_ids=markers.closing,
-        eos_token_ids=_eos_token_ids(generation_config),
-        logits_processor=LogitsProcessorList(
-            p for p in logits_processor if type(p) in compat.SIDE_EFFECT_FREE_PROCESSORS
-        ),
-        seed=draft_seed(sequence.device) if _samples_drafts(config, generation_config) else None,
-        make_guesser=(
-            functools.partial(DraftGuesser, config.suffix, pacer) if config.proposes_spans else None
-        ),
+    target = Target(call.model, sequence, call.model_kwargs, call.keeps_hidden_states)
+    committer = Committer(
+        sequence,
+        _processors(call, config, markers),
+        call.stopping_criteria,
+        call.generation_config,
+        call.streamer,
     )
     lane = lane_type(target)
-    user_cache = getattr(model_kwargs.get("cache"), "_is_user_defined", False)
-    step_speculation: StepSpeculation | None = None
-    if steps is not None:
-        step_speculation = bind_steps(
-            steps,
-            target=target,
-            committer=committer,
-            tracker=tracker,
-            tokenizer=tokenizer,
-            logits_processor=logits_processor,
-            generation_config=generation_config,
-            eos_token_ids=rules.eos_token_ids,
-            max_length=longest_text,
-            thinking_budget=config.thinking_budget,
-            attention_mask=model_kwargs.get("attention_mask"),
-        )
-    loop = SelfSpeculativeDecoding(
+    rules = _draft_rules(call, config, markers, pacer)
+    return SelfSpeculativeDecoding(
         target=target,
         committer=committer,
-        proposer=Proposer(config, tracker, sequence, longest_text, pacer),
+        proposer=Proposer(config, tracker, sequence, call.longest_text, pacer),
         lane=lane,
         schedule=DraftSchedule(
-            config, lane, tracker, sequence, rules, longest_text, pacer, recorder
+            config, lane, tracker, sequence, rules, call.longest_text, pacer, recorder
         ),
         pacer=pacer,
         tracker=tracker,
         recorder=recorder,
-        keeps_cache=bool(generation_config.return_dict_in_generate) or user_cache,
-        steps=step_speculation,
-    )
-    loop.run(generation_config)
-    stats = recorder.stats(tracker)
-    pacer.finish(stats)
-    if not generation_config.return_dict_in_generate:
-        return sequence.ids.clone()
-    return SelfSpeculativeOutput(
-        sequences=sequence.ids.clone(),
-        scores=committer.scores,
-        logits=committer.logits,
-        hidden_states=target.hidden_states,
-        cache=target.cache,
-        speculation=stats,
-        step_speculation=None if step_speculation is None else step_speculation.stats(stats.rounds),
+        keeps_cache=call.keeps_cache,
+        steps=None if steps is None else _steps(steps, call, config, target, committer, tracker),
     )
 
 
-def find_markers(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
+def _processors(
+    call: HostCall, config: SelfSpeculationConfig, markers: ThinkingMarkers
+) -> LogitsProcessorList:
+    """The user's processors and, last, the thinking budget."""
+    processors = LogitsProcessorList(call.logits_processor)
+    if config.thinking_budget is not None:
+        prompt_length = call.input_ids.shape[1]
+        budget = ThinkingBudgetLogitsProcessor(markers, config.thinking_budget, prompt_length)
+        processors.append(budget)
+    return processors
+
+
+def _draft_rules(
+    call: HostCall, config: SelfSpeculationConfig, markers: ThinkingMarkers, pacer: Pacer
+) -> DraftRules:
+    """What holds for every draft. Drafts are greedy unless their probabilities are needed."""
+    samples = (
+        config.acceptance == "rejection_sampling"
+        and config.verifies_prefix
+        and bool(call.generation_config.do_sample)
+    )
+    guesser = functools.partial(DraftGuesser, config.suffix, pacer)
+    return DraftRules(
+        closing_ids=markers.closing,
+        eos_token_ids=call.eos_token_ids,
+        logits_processor=call.pure_processors,
+        seed=draft_seed(call.input_ids.device) if samples else None,
+        make_guesser=guesser if config.proposes_spans else None,
+    )
+
+
+def _steps(
+    request: StepRequest,
+    call: HostCall,
     config: SelfSpeculationConfig,
-) -> ThinkingMarkers:
+    target: Target,
+    committer: Committer,
+    tracker: PhaseTracker,
+) -> StepSpeculation:
+    return bind_steps(
+        request,
+        target=target,
+        committer=committer,
+        tracker=tracker,
+        tokenizer=call.tokenizer,
+        logits_processor=call.logits_processor,
+        generation_config=call.generation_config,
+        eos_token_ids=call.eos_token_ids,
+        max_length=call.longest_text,
+        thinking_budget=config.thinking_budget,
+        attention_mask=call.model_kwargs.get("attention_mask"),
+    )
+
+
+def find_markers(call: HostCall, config: SelfSpeculationConfig) -> ThinkingMarkers:
     """The thinking markers: from the config as ids, else with the tokenizer.
 
     Args:
-        model (`PreTrainedModel`): Names its own repository.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Loaded from that repository when None.
+        call (`HostCall`): Holds the tokenizer, or a model that names its own repository.
         config (`SelfSpeculationConfig`): May give the markers.
 
     Returns:
@@ -146,10 +183,10 @@ def find_markers(
         `MarkerError`: There is no tokenizer to be found, or it has no known markers.
     """
     end, start = config.end_of_thinking, config.start_of_thinking
-    if tokenizer is None and isinstance(end, tuple) and not isinstance(start, str):
-        return ThinkingMarkers(start=(start,) if start else (), end=(end,))
-    if tokenizer is None:
-        tokenizer = _load_tokenizer(model)
+    if call.tokenizer is None and isinstance(end, tuple) and not isinstance(start, str):
+        starts = (tuple(start),) if start else ()
+        return ThinkingMarkers(start=starts, end=(end,), boundaries=call.eos_token_ids)
+    tokenizer = call.tokenizer or _load_tokenizer(call.model)
     return ThinkingMarkers.from_tokenizer(tokenizer, end, start)
 
 
@@ -180,34 +217,6 @@ def _load_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
         raise MarkerError(
             message(what, "A tokenizer finds the thinking markers", next_step)
         ) from error
-
-
-def _longest_text(model: PreTrainedModel, stopping_criteria: StoppingCriteriaList) -> int:
-    """Most tokens of a text that may hold candidates or drafts, prompt included."""
-    config = model.config.get_text_config()
-    limits = [
-        stopping_criteria.max_length,
-        getattr(config, "max_position_embeddings", None),
-        # Phi-3 rebuilds its whole cache where a text crosses this length.
-        getattr(config, "original_max_position_embeddings", None),
-    ]
-    return min((limit for limit in limits if limit is not None), default=2**62)
-
-
-def _keeps_hidden_states(generation_config: GenerationConfig) -> bool:
-    recorded = generation_config.return_dict_in_generate
-    return bool(recorded and generation_config.output_hidden_states)
-
-
-def _samples_drafts(config: SelfSpeculationConfig, generation_config: GenerationConfig) -> bool:
-    """Whether drafts are sampled; greedy ones are the better source where only spans are used."""
-    rejects = config.acceptance == "rejection_sampling"
-    return rejects and config.verifies_prefix and bool(generation_config.do_sample)
-
-
-def _eos_token_ids(generation_config: GenerationConfig) -> frozenset[int]:
-    eos = getattr(generation_config, "_eos_token_tensor", None)
-    return frozenset() if eos is None else frozenset(eos.flatten().tolist())
 
 
 @functools.cache

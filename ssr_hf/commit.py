@@ -133,9 +133,7 @@ class Committer:
         n_accepted = _count_matches(committed, offered)
         return Verdict(tuple(committed), n_accepted, finished)
 
-    def _step(
-        self, position_logits: torch.Tensor, proposal: Proposal | None
-    ) -> tuple[int, bool]:
+    def _step(self, position_logits: torch.Tensor, proposal: Proposal | None) -> tuple[int, bool]:
         """One step of plain `generate` from logits `[1, V]`; it judges a sampled candidate."""
         sequence = self.sequence
         next_scores = self._process(position_logits)

@@ -14,6 +14,7 @@ from .errors import ConfigError, message
 REUSE_MODES = ("prefix+suffix", "prefix", "suffix", "none")
 LANES = ("auto", "lockstep", "stream", "sequential")
 SUFFIX_SOURCES = ("draft", "prompt", "thinking", "answer")
+DEFAULT_DRAFT_BUDGET = 128
 ACCEPTANCE_RULES = ("exact_match", "rejection_sampling")
 
 Marker = str | Sequence[int] | None
@@ -88,7 +89,8 @@ class SuffixConfig:
 
     def __post_init__(self) -> None:
         _require_int("suffix.max_match", self.max_match, minimum=1, hint="Set suffix.max_match=16")
-        _require_int("suffix.max_tokens", self.max_tokens, minimum=1, hint="Set suffix.max_tokens=64")
+        hint = "Set suffix.max_tokens=64"
+        _require_int("suffix.max_tokens", self.max_tokens, minimum=1, hint=hint)
         number = isinstance(self.factor, (int, float)) and not isinstance(self.factor, bool)
         _require(
             number and self.factor > 0,
@@ -130,9 +132,9 @@ class SelfSpeculationConfig:
             The marker that ends thinking, as text or token ids. Found from the tokenizer when None.
         start_of_thinking (`str` or `Sequence[int]`, *optional*):
             The marker that starts thinking. Found from the tokenizer when None.
-        draft_budget (`int` or `Sequence[int]`, *optional*, defaults to 128):
+        draft_budget (`int` or `Sequence[int]`, *optional*):
             Thinking tokens after which an answer is drafted; several increasing budgets draft
-            several times.
+            several times. When None, 128, or half of a `thinking_budget` below 256.
         draft_interval (`int`, *optional*):
             After the last budget, draft again every so many thinking tokens.
         max_draft_tokens (`int`, *optional*, defaults to 500):
@@ -150,7 +152,7 @@ class SelfSpeculationConfig:
             How spans are proposed.
         acceptance (`str`, *optional*, defaults to `"exact_match"`):
             `"exact_match"` gives the text of plain `generate` for the same seed;
-            `"rejection_sampling"` gives the same distribution (arXiv 2211.17192), not the same text.
+            `"rejection_sampling"` gives the same distribution (arXiv 2211.17192), not that text.
         adaptive (`bool`, *optional*, defaults to `True`):
             Whether the number of candidates follows measured cost and acceptance. `False` makes
             every choice a function of the settings and the tokens alone.
@@ -170,7 +172,7 @@ class SelfSpeculationConfig:
 
     end_of_thinking: Marker = None
     start_of_thinking: Marker = None
-    draft_budget: int | tuple[int, ...] = 128
+    draft_budget: int | tuple[int, ...] | None = None
     draft_interval: int | None = None
     max_draft_tokens: int = 500
     thinking_budget: int | None = None
@@ -237,21 +239,26 @@ class SelfSpeculationConfig:
             )
 
     def _check_budgets_agree(self) -> None:
-        if self.thinking_budget is None or not self.drafts:
+        if self.thinking_budget is None or self.draft_budget is None or not self.drafts:
             return
+        first, last = self.draft_budgets[0], self.thinking_budget
         _require(
-            self.draft_budgets[0] < self.thinking_budget or self.thinking_budget == 0,
-            f"draft_budget is {self.draft_budgets[0]} and thinking_budget is {self.thinking_budget}",
+            first < last,
+            f"draft_budget is {first} and thinking_budget is {last}",
             "The first draft has to branch before thinking is ended",
-            f"Set draft_budget below {self.thinking_budget}, or thinking_budget higher",
+            f"Set draft_budget below {last}, or leave it out",
         )
 
     @property
     def draft_budgets(self) -> tuple[int, ...]:
-        """`draft_budget` as a tuple, in thinking tokens."""
+        """The branch points that `draft_budget` names, in thinking tokens."""
         if isinstance(self.draft_budget, tuple):
             return self.draft_budget
-        return (self.draft_budget,)
+        if self.draft_budget is not None:
+            return (self.draft_budget,)
+        if self.thinking_budget is None:
+            return (DEFAULT_DRAFT_BUDGET,)
+        return (max(1, min(DEFAULT_DRAFT_BUDGET, self.thinking_budget // 2)),)
 
     @property
     def drafts(self) -> bool:

@@ -59,7 +59,7 @@ class SelfSpeculativeDecoding:
     steps: StepSpeculation | None = None
 
     def run(self, generation_config: GenerationConfig) -> None:
-        """Generates until a stopping criterion holds. Leaves the cache as plain `generate` would."""
+        """Generates until a criterion stops. Leaves the cache as plain `generate` would."""
         try:
             self.prefill(generation_config)
             with compat.decode_optimisation(self.target.model):

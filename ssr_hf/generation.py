@@ -27,6 +27,7 @@ from transformers import (
 from .assembly import decode
 from .config import SelfSpeculationConfig
 from .errors import ConfigError, message
+from .host_call import HostCall
 from .outputs import SelfSpeculativeOutput
 from .pacing import Profile
 from .refusals import refuse_arguments, refuse_call
@@ -242,7 +243,7 @@ def self_speculative_decoding(
     assistant_model: PreTrainedModel | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     **model_kwargs: Any,
-) -> SelfSpeculativeOutput | torch.LongTensor:
+) -> SelfSpeculativeOutput | torch.Tensor:
     """Decodes with self-speculation; the tokens are those of plain `generate`, except in reasoning
     steps that a small model wrote because `step_speculation` was asked for.
 
@@ -297,18 +298,19 @@ def self_speculative_decoding(
     if step_config is not None:
         config = config or SelfSpeculationConfig(reuse="none")
         steps = StepRequest(step_config, assistant_model, assistant_tokenizer)
-    plain = functools.partial(
-        model._sample,
+    call = HostCall(
+        model,
         input_ids,
-        logits_processor=logits_processor,
-        stopping_criteria=stopping_criteria,
-        generation_config=generation_config,
-        streamer=streamer,
-        **model_kwargs,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        model_kwargs,
+        tokenizer,
+        streamer,
     )
     if config is None:
-        return plain(synced_gpus=bool(synced_gpus))
-    refuse_call(model, generation_config, model_kwargs, synced_gpus)
+        return _decode_plainly(call, synced_gpus)
+    refuse_call(call, synced_gpus)
     if steps is not None:
         refuse_steps(steps, model, tokenizer, input_ids, generation_config)
     if input_ids.shape[0] > 1:
@@ -317,21 +319,22 @@ def self_speculative_decoding(
             "generate once per prompt to speculate.",
             input_ids.shape[0],
         )
-        return plain()
+        return _decode_plainly(call, synced_gpus)
     try:
-        return decode(
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            config,
-            tokenizer,
-            streamer,
-            profile or Profile(),
-            steps,
-            model_kwargs,
-        )
+        return decode(call, config, profile or Profile(), steps)
     finally:
         if streamer is not None:
             streamer.end()
+
+
+def _decode_plainly(call: HostCall, synced_gpus: bool | None) -> Any:
+    """What `generate` does without a decoding function."""
+    return call.model._sample(
+        call.input_ids,
+        logits_processor=call.logits_processor,
+        stopping_criteria=call.stopping_criteria,
+        generation_config=call.generation_config,
+        synced_gpus=bool(synced_gpus),
+        streamer=call.streamer,
+        **call.model_kwargs,
+    )

@@ -10,7 +10,9 @@ from .cache.support import Support, Unsupported, cache_support
 from .errors import UnsupportedError, message
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel
+    from transformers import PreTrainedModel
+
+    from .host_call import HostCall
 
 ACCEPTED_MODES = "Greedy search and sampling of decoder-only models are accepted"
 
@@ -57,16 +59,16 @@ def refuse_arguments(model: Any, kwargs: dict[str, Any]) -> None:
         )
 
 
-def refuse_call(
-    model: PreTrainedModel,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    synced_gpus: bool | None,
-) -> None:
+def refuse_call(call: HostCall, synced_gpus: bool | None) -> None:
     """Refuses what cannot be the tokens of plain `generate`, before the prompt is read."""
+    model, generation_config = call.model, call.generation_config
     mode = generation_config.get_generation_mode()
     refusals = (
-        (model.config.is_encoder_decoder, "The model is an encoder-decoder model", "Use plain generate"),
+        (
+            model.config.is_encoder_decoder,
+            "The model is an encoder-decoder model",
+            "Use plain generate",
+        ),
         (
             mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
             f"The generation mode is {mode.value}",
@@ -79,7 +81,7 @@ def refuse_call(
             "Pass use_cache=True to generate",
         ),
         (
-            bool(generation_config.output_attentions and generation_config.return_dict_in_generate),
+            bool(generation_config.output_attentions) and call.returns_dict,
             "output_attentions is set, and attention maps of several tokens at once differ in shape",
             "Leave output_attentions out",
         ),
@@ -87,7 +89,7 @@ def refuse_call(
     for refused, what, next_step in refusals:
         if refused:
             raise UnsupportedError(message(what, ACCEPTED_MODES, next_step))
-    require_supported(model, cache_support(model_kwargs.get("cache")))
+    require_supported(model, cache_support(call.model_kwargs.get("cache")))
 
 
 def require_supported(model: PreTrainedModel, support: Support) -> None:

@@ -32,8 +32,8 @@ class Span:
         token_ids (`tuple[int, ...]`): The proposed tokens, at least one.
         match_length (`int`): Tokens of the context's suffix that were found, at most `max_match`.
         source (`str`): Name of the source that all tokens come from.
-        probabilities (`tuple[float, ...]`): For each token the estimated probability that the span is
-            right up to and including it, in (0, 1), never rising.
+        probabilities (`tuple[float, ...]`): For each token the estimated probability that the span
+            is right up to and including it, in (0, 1), never rising.
     """
 
     token_ids: tuple[int, ...]

@@ -87,9 +87,7 @@ class Target:
             self._checkpoint = Checkpoint(self.cache, self.n_pending + n_candidates)
         input_ids = self.sequence.with_candidates(candidate_ids)
         kwargs = compat.grow_kwargs(self.model, self._kwargs, n_candidates, None)
-        self._outputs = compat.forward(
-            self.model, input_ids, self.n_pending + n_candidates, kwargs
-        )
+        self._outputs = compat.forward(self.model, input_ids, self.n_pending + n_candidates, kwargs)
         self._n_read = self.n_pending
         return self._outputs.logits[:, -n_candidates - 1 :]
 

@@ -74,7 +74,8 @@ def save_model(directory: Path, tokenizer: Any) -> Path:
     # The next token then follows from the last one alone, so that text repeats and drafts hold.
     model.get_input_embeddings().weight.data *= 64
     # One block of thinking: the opening marker is never the likeliest token.
-    model.lm_head.weight.data[tokenizer.convert_tokens_to_ids("<think>")] = 0
+    if "<think>" in tokenizer.get_vocab():
+        model.lm_head.weight.data[tokenizer.convert_tokens_to_ids("<think>")] = 0
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

@@ -215,9 +215,7 @@ def assert_same(pair: Pair) -> None:
     assert_same_cache(plain.cache, fast.cache)
 
 
-def assert_same_steps(
-    plain: tuple[Tensor, ...] | None, fast: tuple[Tensor, ...] | None
-) -> None:
+def assert_same_steps(plain: tuple[Tensor, ...] | None, fast: tuple[Tensor, ...] | None) -> None:
     """One tensor `[1, V]` per emitted token, equal up to the order of additions."""
     if plain is None or fast is None:
         assert plain is fast
@@ -274,7 +272,9 @@ def layer_states(layer: Any) -> dict[str, Tensor]:
             states[name] = value
         elif isinstance(value, dict):
             states.update(
-                (f"{name}.{key}", state) for key, state in value.items() if isinstance(state, Tensor)
+                (f"{name}.{key}", state)
+                for key, state in value.items()
+                if isinstance(state, Tensor)
             )
     return states
 
@@ -325,8 +325,11 @@ def true_up_to(answer: Sequence[int], n_true: int) -> Callable[[int, int], int]:
 def pair_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each two letters from `aa` to `pp`: its id says which, as text has no gaps."""
     letters = "abcdefghijklmnop"
-    vocabulary = {first + second: 16 * i + j for i, first in enumerate(letters)
-                  for j, second in enumerate(letters)}
+    vocabulary = {
+        first + second: 16 * i + j
+        for i, first in enumerate(letters)
+        for j, second in enumerate(letters)
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="aa"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(".."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from families import build_model
-from helpers import declare, enabled, generate, run_both
+from helpers import assert_same, declare, enabled, generate, run_both
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor
 
@@ -28,6 +28,8 @@ PRUNED = 1e-7  # branches of rounding errors
 TOLERANCE = 1e-5
 # Chance that a right implementation fails the chi-square test with another seed.
 FALSE_ALARM = 1e-6
+N_SAMPLES = 400
+LEAST_EXPECTED = 8.0
 
 
 def _grid(vocab_size: int, steps: int) -> list[Tensor]:
@@ -185,3 +187,129 @@ def test_every_text_has_its_exact_probability(case: str) -> None:
     distance = sum(abs(plain.get(text, 0.0) - judged.get(text, 0.0)) for text in plain | judged)
     assert len(plain) > 30
     assert distance / 2 < TOLERANCE
+
+
+def test_real_draws_have_the_exact_distribution() -> None:
+    """Drafts that repeat from call to call, or share their draws with the text."""
+    prompt_ids, n_tokens, settings = ENUMERATED["one draft"]
+    prompt = torch.tensor([prompt_ids])
+    exact = _texts(lambda: _sample(prompt, n_tokens, None, settings["thinking_budget"]))
+    config = _config(max_draft_tokens=2, **settings)
+    torch.manual_seed(1)
+    counts = Counter(_sample(prompt, n_tokens, config, 0) for _ in range(N_SAMPLES))
+    assert not counts.keys() - exact.keys()
+    assert _chi_square_tail(exact, counts) > FALSE_ALARM
+
+
+def _chi_square_tail(
+    exact: dict[tuple[int, ...], float], counts: Counter[tuple[int, ...]]
+) -> float:
+    """Chance of a larger statistic than that of `counts`; rare texts are pooled."""
+    bins: list[list[float]] = [[0.0, 0.0]]
+    for text, probability in sorted(exact.items(), key=lambda item: item[1]):
+        if bins[-1][0] >= LEAST_EXPECTED:
+            bins.append([0.0, 0.0])
+        bins[-1][0] += probability * counts.total()
+        bins[-1][1] += counts[text]
+    statistic = sum((seen - expected) ** 2 / expected for expected, seen in bins)
+    half_freedom = torch.tensor((len(bins) - 1) / 2, dtype=torch.float64)
+    half = torch.tensor(statistic / 2, dtype=torch.float64)
+    return torch.special.gammaincc(half_freedom, half).item()
+
+
+def test_same_seed_same_text_and_other_drafts_in_the_next_call() -> None:
+    """A run that cannot be repeated, or drafts that every call of a loop would share."""
+    device = torch.device("cpu")
+    prompt_ids, n_tokens, settings = ENUMERATED["bootstrapped"]
+    texts, seeds = [], []
+    for _ in range(2):
+        torch.manual_seed(5)
+        for _ in range(4):
+            seeds.append(draft_seed(device))
+            config = _config(max_draft_tokens=2, **settings)
+            texts.append(_sample(torch.tensor([prompt_ids]), n_tokens, config, 0))
+    assert texts[:4] == texts[4:]
+    assert seeds[:4] == seeds[4:]
+    assert len(set(seeds)) == 4
+
+
+def test_text_is_that_of_plain_generate_until_a_draft_is_judged() -> None:
+    """A draft that draws from the generator of the text, or one draw more or less per token."""
+    declared = declare("llama", do_sample=True)
+    config = declared.config(acceptance="rejection_sampling", reuse="prefix")
+    n_tokens = declared.n_thinking + 1
+    pair = run_both(
+        build_model("llama"), declared.prompt, config, do_sample=True, max_new_tokens=n_tokens + 16
+    )
+    assert pair.stats.drafts[0].n_tokens > 0
+    length = declared.prompt.shape[1] + n_tokens
+    assert pair.fast.sequences[0, :length].tolist() == pair.plain.sequences[0, :length].tolist()
+
+
+def test_greedy_ignores_it() -> None:
+    """Greedy drafts that are judged by chance, or that keep rows nobody reads."""
+    declared = declare("llama")
+    model = build_model("llama")
+    exact, rejection = (
+        run_both(model, declared.prompt, declared.config(acceptance=rule, adaptive=False))
+        for rule in ("exact_match", "rejection_sampling")
+    )
+    assert_same(rejection)
+    rounds = [
+        [(r.source, r.n_proposed, r.n_accepted) for r in pair.stats.rounds]
+        for pair in (exact, rejection)
+    ]
+    assert rounds[0] == rounds[1]
+
+
+class _Witness(LogitsProcessor):
+    """Notes the text of every call."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.seen.append(input_ids[0].tolist())
+        return scores
+
+
+@pytest.mark.parametrize("schedule", [{}, {"draft_interval": 6, "max_draft_tokens": 5}])
+def test_processors_see_every_emitted_token_once(schedule: dict[str, Any]) -> None:
+    """User code that is called for a draft, or for a candidate that was rejected."""
+    declared = declare("llama", do_sample=True)
+    model, witness = build_model("llama"), _Witness()
+    config = declared.config(acceptance="rejection_sampling", **schedule)
+    with enabled(model):
+        torch.manual_seed(0)
+        output = generate(
+            model,
+            declared.prompt,
+            do_sample=True,
+            self_speculation=config,
+            logits_processor=[witness],
+        )
+    text = output.sequences[0].tolist()
+    assert witness.seen == [text[:n] for n in range(declared.prompt.shape[1], len(text))]
+
+
+def test_sampled_drafts_are_accepted_more_often_than_greedy_ones() -> None:
+    """The reason for the rule: sum(min(p, q)) instead of p at the likeliest token of q."""
+    prompt_ids, n_tokens, settings = ENUMERATED["one draft"]
+    accepted = []
+    for rule in ("exact_match", "rejection_sampling"):
+        config = _config(max_draft_tokens=2, acceptance=rule, **settings)
+        torch.manual_seed(0)
+        with enabled(_three_token_model()) as model:
+            runs = (
+                generate(
+                    model,
+                    torch.tensor([prompt_ids]),
+                    do_sample=True,
+                    top_k=0,
+                    max_new_tokens=n_tokens,
+                    self_speculation=config,
+                )
+                for _ in range(N_SAMPLES // 4)
+            )
+            accepted.append(sum(run.speculation.accepted_prefix for run in runs))
+    assert accepted[1] > accepted[0]

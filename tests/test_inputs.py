@@ -91,9 +91,7 @@ def test_embeddings_as_prompt(lane: str, family: str, with_ids: bool) -> None:
     prompt = random_prompt(model, PROMPT_LENGTH, seed=7)
     embeds = _random_embeds(model, prompt)
     mask = torch.ones(embeds.shape[:2], dtype=torch.long)
-    _check(
-        model, prompt if with_ids else None, lane, inputs_embeds=embeds, attention_mask=mask
-    )
+    _check(model, prompt if with_ids else None, lane, inputs_embeds=embeds, attention_mask=mask)
 
 
 @pytest.mark.parametrize("length", [1, 2])

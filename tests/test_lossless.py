@@ -42,9 +42,7 @@ every_rollback = pytest.mark.parametrize("family", ROLLBACKS)
 def _plain(family: str, do_sample: bool) -> Output:
     torch.manual_seed(0)
     prompt = declare(family, do_sample=do_sample).prompt
-    output: Output = generate(
-        build_model(family), prompt, do_sample=do_sample, output_scores=True
-    )
+    output: Output = generate(build_model(family), prompt, do_sample=do_sample, output_scores=True)
     return output
 
 

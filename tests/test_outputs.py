@@ -37,7 +37,11 @@ def test_scores_logits_and_hidden_states(family: str, lane: str, do_sample: bool
     settings = {"temperature": 0.8, "top_k": 20} if do_sample else {"repetition_penalty": 1.2}
     with scripted_drafts(true_up_to(declared.answer, 4)):
         pair = run_both(
-            build_model(family), declared.prompt, config, do_sample=do_sample, **EVERYTHING,
+            build_model(family),
+            declared.prompt,
+            config,
+            do_sample=do_sample,
+            **EVERYTHING,
             **settings,
         )
     assert_same(pair)
@@ -114,6 +118,4 @@ def test_attention_maps_are_refused_by_name() -> None:
     declared = declare("llama")
     model = build_model("llama")
     with enabled(model), pytest.raises(UnsupportedError, match="output_attentions"):
-        generate(
-            model, declared.prompt, self_speculation=declared.config(), output_attentions=True
-        )
+        generate(model, declared.prompt, self_speculation=declared.config(), output_attentions=True)

@@ -237,9 +237,7 @@ def test_constraint_that_starts_at_the_marker(lane: str, n_true: int) -> None:
     answer = plain.sequences[0, 9 + declared.n_thinking + 1 :].tolist()
     config = declared.config(lane=lane, max_draft_tokens=12)
     with scripted_drafts(true_up_to(answer, n_true)):
-        pair = run_both(
-            build_model(FAMILY), declared.prompt, config, logits_processor=processors
-        )
+        pair = run_both(build_model(FAMILY), declared.prompt, config, logits_processor=processors)
     assert_same(pair)
     assert len(set(answer)) == len(answer)
     assert pair.stats.accepted_prefix >= min(n_true, 4)

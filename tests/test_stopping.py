@@ -81,7 +81,9 @@ def test_eos_at_every_position_of_the_verified_draft(position: int) -> None:
 def test_eos_everywhere_else(lane: str, place: str, recorded: bool) -> None:
     """EOS while a draft rides along, as the marker itself, or in a span of the suffix index."""
     declared = _declare()
-    at = {"thinking": 9, "branch point": 4, "marker": declared.n_thinking, "suffix round": 40}[place]
+    at = {"thinking": 9, "branch point": 4, "marker": declared.n_thinking, "suffix round": 40}[
+        place
+    ]
     pair = _run(
         declared,
         declared.config(lane=lane, reuse="suffix"),

@@ -1,8 +1,8 @@
 """Amortised growth of attention caches.
 
-`DynamicLayer` copies all its keys and values for every forward. A `GrowingLayer` writes the new ones
-into a buffer with spare room and hands out views, so that a token costs a copy of itself. Layers are
-exchanged for the time of one generation; the cache that is handed back is an ordinary one.
+`DynamicLayer` copies all its keys and values for every forward. A `GrowingLayer` writes the new
+ones into a buffer with spare room and hands out views, so that a token costs a copy of itself.
+Layers are exchanged for the time of one generation; the cache handed back is an ordinary one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SPARE_SHARE = 4
 class GrowingLayer(DynamicLayer):
     """A full-attention layer on buffers that grow geometrically.
 
-    `keys` and `values`, `[B, H, T, D]`, are views of the buffers or, after an operation that replaced
-    them (reordering, padding), ordinary tensors; the next update then takes new buffers.
+    `keys` and `values`, `[B, H, T, D]`, are views of the buffers or, after an operation that
+    replaced them (reordering, padding), ordinary tensors; the next update takes new buffers.
 
     Args:
         origin (`DynamicLayer`): The layer that this one stands in for.
@@ -36,6 +36,8 @@ class GrowingLayer(DynamicLayer):
 
     def __init__(self, origin: DynamicLayer) -> None:
         super().__init__()
+        self.keys: torch.Tensor
+        self.values: torch.Tensor
         self.__dict__.update(origin.__dict__)
         self.origin = origin
         self.buffers: dict[str, torch.Tensor] = {}

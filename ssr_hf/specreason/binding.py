@@ -256,9 +256,7 @@ def _writing_rules(
 ) -> WritingRules:
     assistant = request.assistant
     shares_ids = isinstance(translation, SharedIds)
-    usable = (
-        compat.SIDE_EFFECT_FREE_PROCESSORS if shares_ids else compat.VOCABULARY_FREE_PROCESSORS
-    )
+    usable = compat.SIDE_EFFECT_FREE_PROCESSORS if shares_ids else compat.VOCABULARY_FREE_PROCESSORS
     stops = translation.stops | _own_eos(assistant)
     vocab_size = _vocab_size(assistant)
     if isinstance(translation, SharedIds):
