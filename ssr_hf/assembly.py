@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoTokenizer, LogitsProcessorList
@@ -24,7 +24,7 @@ from .markers import PhaseTracker, ThinkingMarkers
 from .outputs import SelfSpeculativeOutput
 from .pacing import FixedPacer, MeasuredPacer, Pacer, Profile
 from .specreason import StepRequest, StepSpeculation, bind_steps
-from .stats import Recorder
+from .stats import Recorder, SpeculationStats
 from .target import Target
 from .tokens import TokenSequence
 
@@ -69,6 +69,33 @@ def decode(
         speculation=stats,
         step_speculation=None if loop.steps is None else loop.steps.stats(stats.rounds),
     )
+
+
+def decode_rows(call: HostCall, config: SelfSpeculationConfig) -> Any:
+    """Plain decoding of several rows, with the settings that change tokens.
+
+    Args:
+        call (`HostCall`): What `generate` prepared.
+        config (`SelfSpeculationConfig`): Only its markers and its thinking budget matter here.
+
+    Returns:
+        `SelfSpeculativeOutput` or `torch.LongTensor`: As plain `generate`.
+    """
+    processors = call.logits_processor
+    if config.thinking_budget is not None:
+        processors = _processors(call, config, find_markers(call, config))
+    output = call.model._sample(
+        call.input_ids,
+        logits_processor=processors,
+        stopping_criteria=call.stopping_criteria,
+        generation_config=call.generation_config,
+        streamer=call.streamer,
+        **call.model_kwargs,
+    )
+    if not call.returns_dict:
+        return output
+    note = f"{call.input_ids.shape[0]} rows were decoded plainly"
+    return SelfSpeculativeOutput(**output, speculation=SpeculationStats(notes=(note,)))
 
 
 def assemble(
@@ -180,8 +207,20 @@ def find_markers(call: HostCall, config: SelfSpeculationConfig) -> ThinkingMarke
         `ThinkingMarkers`: The markers.
 
     Raises:
-        `MarkerError`: There is no tokenizer to be found, or it has no known markers.
+        `MarkerError`: There is no tokenizer to be found, it has no known markers, or the model does
+            not know them.
     """
+    markers = _find_markers(call, config)
+    size = call.model.config.get_text_config(decoder=True).vocab_size
+    unknown = [index for ids in (*markers.start, *markers.end) for index in ids if index >= size]
+    if unknown:
+        what = f"A thinking marker holds the token id {unknown[0]}"
+        accepted = f"Ids from 0 to {size - 1}, the vocabulary of the model, are accepted"
+        raise MarkerError(message(what, accepted, "Use the markers of this model's own tokenizer"))
+    return markers
+
+
+def _find_markers(call: HostCall, config: SelfSpeculationConfig) -> ThinkingMarkers:
     end, start = config.end_of_thinking, config.start_of_thinking
     if call.tokenizer is None and isinstance(end, tuple) and not isinstance(start, str):
         starts = (tuple(start),) if start else ()

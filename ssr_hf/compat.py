@@ -16,7 +16,10 @@ from transformers import (
     MaxLengthCriteria,
     StoppingCriteriaList,
 )
+from transformers.distributed.fsdp import is_fsdp_managed_module
+from transformers.distributed.utils import _get_torch_distributed_world_size
 from transformers.generation import logits_process
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 if TYPE_CHECKING:
     from transformers import Cache, GenerationConfig, PreTrainedModel
@@ -129,6 +132,19 @@ def fresh_kwargs(
 def decode_optimisation(model: PreTrainedModel) -> AbstractContextManager[None]:
     """The host's own switch to kernels for decoding (mixture-of-experts models)."""
     return model._optimize_model_for_decode()
+
+
+def runs_on_several_ranks(model: PreTrainedModel, synced_gpus: bool | None) -> bool:
+    """Whether ranks must run the same forwards: FSDP, ZeRO-3 or tensor parallelism.
+
+    The host finds out itself where `synced_gpus` is None, and does not tell a decoding function.
+    """
+    if synced_gpus is not None:
+        return synced_gpus
+    if _get_torch_distributed_world_size() <= 1:
+        return False
+    sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+    return bool(sharded or (getattr(model, "tp_size", None) or 1) > 1)
 
 
 def end_and_length_only(criteria: StoppingCriteriaList) -> tuple[frozenset[int], int] | None:

@@ -24,7 +24,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from .assembly import decode
+from .assembly import decode, decode_rows
 from .config import SelfSpeculationConfig
 from .errors import ConfigError, message
 from .host_call import HostCall
@@ -319,7 +319,7 @@ def self_speculative_decoding(
             "generate once per prompt to speculate.",
             input_ids.shape[0],
         )
-        return _decode_plainly(call, synced_gpus)
+        return decode_rows(call, config)
     try:
         return decode(call, config, profile or Profile(), steps)
     finally:

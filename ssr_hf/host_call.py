@@ -79,10 +79,20 @@ class HostCall:
     def longest_text(self) -> int:
         """Most tokens of a text that may hold candidates or drafts, prompt included."""
         config = self.model.config.get_text_config()
-        limits = [
-            self.stopping_criteria.max_length,
+        positions = [
             getattr(config, "max_position_embeddings", None),
             # Phi-3 rebuilds its whole cache where a text crosses this length.
             getattr(config, "original_max_position_embeddings", None),
         ]
-        return min((limit for limit in limits if limit is not None), default=2**62)
+        limits = [limit - self._n_unseen for limit in positions if limit is not None]
+        if self.stopping_criteria.max_length is not None:
+            limits.append(self.stopping_criteria.max_length)
+        return min(limits, default=2**62)
+
+    @property
+    def _n_unseen(self) -> int:
+        """Positions of the prompt that have no id: those of a given cache or of embeddings."""
+        position_ids = self.model_kwargs.get("position_ids")
+        if position_ids is None:
+            return 0
+        return max(0, int(position_ids.max()) + 1 - self.input_ids.shape[1])

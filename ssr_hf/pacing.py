@@ -1,9 +1,9 @@
 """Never slower: how many candidates to offer, and whether to draft, from what was measured.
 
 A round with `m` candidates costs `r(m + 1)` single-token rounds and commits one token more than it
-accepts. The pacer offers the `m` with the most expected tokens per cost, offers nothing where no `m`
-beats plain decoding, and then probes rarely. What was learnt lives in a `Profile` that outlives the
-call. No choice made here can change a token; it changes only which tokens are offered.
+accepts. The pacer offers the `m` with the most expected tokens per cost, offers nothing where no
+`m` beats plain decoding, and then probes rarely. What was learnt lives in a `Profile` that outlives
+the call. No choice made here can change a token; it changes only which tokens are offered.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ class Profile:
         step_seconds (`float`): Seconds of a single-token round; 0 before the first.
         cost (`dict[int, float]`): Cost of a round by tokens fed, in single-token rounds.
         row_cost (`float`): Cost of a single-token round that carries a draft; 0 if unknown.
-        chains (`dict[str, Chain]`): Acceptance of candidates without estimates, by source and phase.
+        chains (`dict[str, Chain]`): Acceptance of candidates without estimates, by source and
+            phase.
         calibrations (`dict[str, Calibration]`): Acceptance of spans, by source and phase.
         call_cost (`dict[str, float]`): Cost per token of whole calls, with and without drafts.
         calls (`int`): Calls seen.
@@ -203,7 +204,9 @@ class Profile:
         elif rows == 1 and n_tokens > 1:
             size = max(s for s in BLOCK_SIZES if s <= max(2, n_tokens))
             # A bucket stands for its smallest size, so the cost of a larger block is scaled down.
-            self.cost[size] = _average(self.cost.get(size, 0.0), relative * size / n_tokens)
+            # No block is cheaper than a step: where it looks so, the steps were disturbed.
+            scaled = max(1.0, relative * size / n_tokens)
+            self.cost[size] = _average(self.cost.get(size, 0.0), scaled)
 
 
 def _average(old: float, new: float) -> float:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.generation import GenerationMode
 
+from . import compat
 from .cache.support import Support, Unsupported, cache_support
 from .errors import UnsupportedError, message
 
@@ -74,7 +75,12 @@ def refuse_call(call: HostCall, synced_gpus: bool | None) -> None:
             f"The generation mode is {mode.value}",
             "Set num_beams=1 and leave out penalty_alpha, prompt_lookup_num_tokens and the like",
         ),
-        (bool(synced_gpus), "synced_gpus is set", "Use plain generate with FSDP or ZeRO-3"),
+        (
+            compat.runs_on_several_ranks(model, synced_gpus),
+            "The model is sharded over ranks (synced_gpus, FSDP, ZeRO-3 or tensor parallelism), "
+            "whose forwards would no longer match",
+            "Use plain generate, or one model per rank",
+        ),
         (
             generation_config.use_cache is False,
             "use_cache is False",

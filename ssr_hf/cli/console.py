@@ -136,13 +136,13 @@ class Meter:
             console=self._console,
             transient=True,
             auto_refresh=False,
-            disable=not self._console.is_terminal,
         )
         self._task = self._progress.add_task(escape(what), total=total, detail="")
         self._next = time.monotonic() + (0.0 if self._console.is_terminal else _PATIENCE_SECONDS)
 
     def __enter__(self) -> Meter:
-        self._progress.start()
+        if self._console.is_terminal:
+            self._progress.start()
         return self
 
     def __exit__(
@@ -151,7 +151,8 @@ class Meter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._progress.stop()
+        if self._console.is_terminal:
+            self._progress.stop()
 
     def count(self, token_ids: Sequence[int], sources: Sequence[str]) -> None:
         """Counts tokens as steps."""

@@ -83,7 +83,7 @@ class _Stage:
         }
 
     def compare_all(self, requests: list[Request]) -> list[Comparison]:
-        with Meter("Comparing on more prompts", len(requests)) as meter:
+        with Meter("Comparing prompts", len(requests)) as meter:
             return [
                 self._compare(request, on_tokens=lambda *_, done=done: meter.update(done))
                 for done, request in enumerate(requests)

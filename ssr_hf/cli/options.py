@@ -199,6 +199,7 @@ class SpeculationOptions:
         _option(
             _SPECULATION,
             "--adaptive/--no-adaptive",
+            show_default=False,
             help="Follow measured cost and acceptance, or the settings alone.",
         ),
     ] = None

@@ -1,0 +1,228 @@
+"""Pacing: costs and acceptance as they are learnt, backing off, and when a draft pays."""
+
+from __future__ import annotations
+
+import pytest
+from families import build_model, random_prompt
+
+import ssr_hf
+from ssr_hf.candidates import SuffixCandidateGenerator
+from ssr_hf.pacing import (
+    FIRST_PROBE_AFTER,
+    HOPED_DRAFT_VALUE,
+    LAST_PROBE_AFTER,
+    PROBE_TOKENS,
+    FixedPacer,
+    MeasuredPacer,
+    Profile,
+)
+from ssr_hf.records import Candidates
+from ssr_hf.stats import DraftReport, Round, SpeculationStats
+
+STEP = 0.01
+
+
+def make_round(
+    n_fed: int = 1,
+    n_proposed: int = 0,
+    n_accepted: int = 0,
+    *,
+    cost: float = 1.0,
+    rows: int = 1,
+    phase: str = "answering",
+    source: str = "none",
+) -> Round:
+    """A round that took `cost` single-token rounds."""
+    committed = n_accepted + 1
+    return Round(phase, source, n_fed, n_proposed, n_accepted, committed, rows, 0.0, cost * STEP)
+
+
+def span(n_tokens: int, chance: float = 0.9) -> Candidates:
+    return Candidates(tuple(range(n_tokens)), "suffix", chances=(chance,) * n_tokens)
+
+
+def teach_cost(pacer: MeasuredPacer, cost_of: dict[int, float]) -> None:
+    """Shows the pacer each cost often enough to be believed."""
+    for _ in range(60):
+        pacer.observe(make_round(), Candidates())
+        for n_fed, cost in cost_of.items():
+            pacer.observe(make_round(n_fed, cost=cost), Candidates())
+
+
+def test_fixed_pacer_offers_everything():
+    """Bug: the deterministic mode drops candidates or drafts after all."""
+    pacer = FixedPacer()
+    assert pacer.trim(span(64), "answering", 1) == span(64)
+    assert pacer.drafts_pay()
+    assert pacer.lane_pays()
+
+
+def test_free_forwards_offer_the_whole_span_and_dear_ones_nothing():
+    """Bug: the number of candidates does not follow the measured cost."""
+    free, dear = MeasuredPacer(Profile()), MeasuredPacer(Profile())
+    sizes = (2, 4, 8, 16, 32, 64)
+    teach_cost(free, dict.fromkeys(sizes, 1.01))
+    teach_cost(dear, {size: float(size) for size in sizes})
+    assert len(free.trim(span(63), "answering", 1).token_ids) == 63
+    assert dear.trim(span(63), "answering", 1).token_ids == ()
+
+
+def test_cost_between_and_beyond_measured_sizes():
+    """Bug: an unmeasured size is taken for free, or for impossibly dear."""
+    profile = Profile()
+    teach_cost(MeasuredPacer(profile), {8: 2.0, 32: 5.0})
+    assert profile.relative_cost(1) == 1.0
+    assert profile.relative_cost(8) == pytest.approx(2.0, rel=0.05)
+    assert profile.relative_cost(20) == pytest.approx(3.5, rel=0.05)
+    assert profile.relative_cost(64) == pytest.approx(9.0, rel=0.1)
+
+
+def test_a_pause_of_the_machine_is_no_cost():
+    """Bug: one slow round makes a size look dear for the rest of the run."""
+    profile = Profile()
+    pacer = MeasuredPacer(profile)
+    teach_cost(pacer, {8: 1.5})
+    pacer.observe(make_round(8, cost=500.0), Candidates())
+    assert profile.relative_cost(8) < 1.7
+
+
+def test_backs_off_when_nothing_is_accepted_and_probes_ever_more_rarely():
+    """Bug: a proposer that is always wrong costs a block in every round."""
+    pacer = MeasuredPacer(Profile())
+    teach_cost(pacer, {4: 1.4, 8: 1.6, 16: 2.0})
+    offered = []
+    for _ in range(3000):
+        candidates = pacer.trim(span(16), "answering", 1)
+        n_offered = len(candidates.token_ids)
+        offered.append(n_offered)
+        if n_offered:
+            entry = make_round(1 + n_offered, n_offered, cost=1.5, source="suffix")
+            pacer.observe(entry, candidates)
+    backed_off = offered.index(0)
+    assert backed_off < 40
+    probes = [position for position, size in enumerate(offered[backed_off:]) if size]
+    assert {offered[backed_off + probe] for probe in probes} == {PROBE_TOKENS}
+    gaps = [after - before for before, after in zip(probes, probes[1:], strict=False)]
+    assert gaps == sorted(gaps)
+    assert len(probes) <= 3000 // LAST_PROBE_AFTER + LAST_PROBE_AFTER // FIRST_PROBE_AFTER
+
+
+def test_acceptance_is_learnt_by_phase():
+    """Bug: thinking that repeats nothing stops the answer from being speculated."""
+    pacer = MeasuredPacer(Profile())
+    teach_cost(pacer, {4: 1.4, 8: 1.6, 16: 2.0})
+    for _ in range(60):
+        refused = make_round(17, 16, cost=2.0, phase="thinking", source="suffix")
+        pacer.observe(refused, span(16))
+        pacer.observe(make_round(17, 16, 16, cost=2.0, source="suffix"), span(16))
+    assert pacer.trim(span(16), "thinking", 1).token_ids == ()
+    assert len(pacer.trim(span(16), "answering", 1).token_ids) == 16
+
+
+def test_marker_and_sampled_candidates_are_never_trimmed():
+    """Bug: a marker that is known to come is offered in part."""
+    pacer = MeasuredPacer(Profile())
+    teach_cost(pacer, {size: float(size) for size in (2, 4, 8)})
+    marker = Candidates((1, 2, 3), "marker")
+    assert pacer.trim(marker, "closing", 1) == marker
+
+
+@pytest.mark.parametrize(
+    ("row_cost", "pays"), [(1.1, True), (1.0 + HOPED_DRAFT_VALUE + 0.1, False)]
+)
+def test_a_second_row_has_to_cost_less_than_it_can_save(row_cost: float, pays: bool):
+    """Bug: on a machine where a second row is dear, whole drafts are written in vain."""
+    pacer = MeasuredPacer(Profile())
+    for _ in range(40):
+        pacer.observe(make_round(phase="thinking"), Candidates())
+        pacer.observe(make_round(phase="thinking", rows=2, cost=row_cost), Candidates())
+    assert pacer.lane_pays() is pays
+
+
+def finished_call(pacer: MeasuredPacer, *, drafts: bool, tokens_per_round: int) -> None:
+    """Ends a call of 100 equal rounds."""
+    rounds = tuple(make_round(1, 0, tokens_per_round - 1) for _ in range(100))
+    report = DraftReport(0, 10, 5, 0, "complete", 5, start=0.0, seconds=0.0)
+    pacer.finish(
+        SpeculationStats(rounds, (report,) if drafts else (), thinking_tokens=50, answer_tokens=50)
+    )
+
+
+@pytest.mark.parametrize("drafts_are_better", [True, False])
+def test_calls_settle_for_the_cheaper_way(drafts_are_better: bool):
+    """Bug: a whole draft is risked in every call where drafts never pay, or never again."""
+    profile = Profile(step_seconds=STEP)
+    chosen = []
+    for _ in range(34):
+        pacer = MeasuredPacer(profile)
+        drafts = pacer.drafts_pay()
+        chosen.append(drafts)
+        finished_call(
+            pacer, drafts=drafts, tokens_per_round=2 if drafts is drafts_are_better else 1
+        )
+    assert chosen[:2] == [True, False]
+    assert chosen.count(drafts_are_better) >= 30
+    assert chosen[2:].count(not drafts_are_better) == 2
+
+
+def test_profile_survives_json_and_says_what_is_wrong():
+    """Bug: a saved profile comes back different, or a broken one half-loaded."""
+    profile = Profile()
+    pacer = MeasuredPacer(profile)
+    teach_cost(pacer, {8: 2.0})
+    pacer.observe(make_round(9, 8, 3, source="suffix"), span(8))
+    pacer.observe(make_round(9, 8, 3, source="draft"), Candidates((1,) * 8, "draft"))
+    assert Profile.from_json(profile.to_json()) == profile
+    with pytest.raises(ssr_hf.ConfigError, match=r"no profile.*Profile\.to_json"):
+        Profile.from_json('{"cost": 3}')
+
+
+def test_an_anti_oracle_costs_few_rounds_and_no_token(monkeypatch: pytest.MonkeyPatch):
+    """Bug: wrong candidates are offered for ever, or change what is generated."""
+    model = build_model("qwen3")
+    prompt = random_prompt(model, 9, seed=1)
+    plain = model.generate(prompt, max_new_tokens=200, do_sample=False)
+    unused = next(token for token in range(1, 256) if token not in plain[0])
+
+    def propose(self: object, context: object, room: int) -> Candidates:
+        n_tokens = min(room, 16)
+        return Candidates((unused,) * n_tokens, "suffix", chances=(0.9,) * n_tokens)
+
+    monkeypatch.setattr(SuffixCandidateGenerator, "propose", propose)
+    ssr_hf.enable(model)
+    try:
+        output = model.generate(
+            prompt,
+            max_new_tokens=200,
+            do_sample=False,
+            return_dict_in_generate=True,
+            self_speculation={"end_of_thinking": [unused], "draft_budget": 1000},
+        )
+    finally:
+        ssr_hf.disable(model)
+    assert output.sequences.equal(plain)
+    stats = output.speculation
+    assert stats.forwards == 200
+    assert stats.suffix_accepted == 0
+    assert sum(r.n_proposed > 0 for r in stats.rounds) <= 60
+
+
+def test_deterministic_mode_repeats_every_choice():
+    """Bug: with `adaptive=False` a choice still follows the clock."""
+    model = build_model("qwen3")
+    prompt = random_prompt(model, 9, seed=1)
+    ssr_hf.enable(model)
+    try:
+        shapes = []
+        for _ in range(2):
+            output = model.generate(
+                prompt,
+                max_new_tokens=60,
+                do_sample=False,
+                return_dict_in_generate=True,
+                self_speculation={"end_of_thinking": [3], "draft_budget": 8, "adaptive": False},
+            )
+            shapes.append([entry[:7] for entry in output.speculation.rounds])
+    finally:
+        ssr_hf.disable(model)
+    assert shapes[0] == shapes[1]
