@@ -56,7 +56,9 @@ def decode(
     loop = assemble(call, config, profile, steps)
     loop.run(call.generation_config)
     stats = loop.recorder.stats(loop.tracker)
-    loop.pacer.finish(stats)
+    if loop.steps is None:
+        # Calls in which a small model wrote cost something else per token.
+        loop.pacer.finish(stats)
     sequences = loop.target.sequence.ids.clone()
     if not call.returns_dict:
         return sequences

@@ -148,7 +148,7 @@ def test_model_without_a_cache() -> None:
     """A model class that keeps no cache: nothing could be rolled back."""
     model = copy.deepcopy(build_model(FAMILY))
     model._supports_default_dynamic_cache = lambda: False
-    _refuse(UnsupportedError, "without a cache", model=model)
+    _refuse(UnsupportedError, "no cache.*Use plain generate", model=model)
 
 
 def test_switched_off_in_the_config_of_the_model() -> None:

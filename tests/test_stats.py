@@ -1,0 +1,129 @@
+"""Statistics: what each figure counts, on cases counted by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from families import build_model
+from helpers import LANES, assert_same, declare, run_both, scripted_drafts, true_up_to
+
+from ssr_hf import SpeculationStats
+from ssr_hf.records import BranchPoint, Candidates, Draft, DraftStatus, Verdict
+from ssr_hf.stats import Recorder
+
+FAMILY = "lfm2"
+
+
+def test_hand_counted_generation() -> None:
+    """Acceptance that counts the model's own token, or forwards that miss one.
+
+    Twenty tokens of thinking and the marker, one a forward; the draft rides in ten of them, from
+    the fifth token on: the marker, then nine tokens. Its first six are true. The answer begins with
+    one forward over nine candidates, six accepted and one of the model's own; then one a forward.
+    """
+    declared = declare(FAMILY, first=20, last=20, n_new=9)
+    config = declared.config(draft_budget=5, max_draft_tokens=9, reuse="prefix")
+    with scripted_drafts(true_up_to(declared.answer, 6)):
+        pair = run_both(build_model(FAMILY), declared.prompt, config, max_new_tokens=21 + 7 + 4)
+    assert_same(pair)
+    stats = pair.stats
+    assert (stats.new_tokens, stats.thinking_tokens, stats.answer_tokens) == (32, 21, 11)
+    assert stats.thinking_ended
+    assert stats.forwards == 21 + 1 + 4
+    assert stats.tokens_per_forward == pytest.approx(32 / 26)
+    assert stats.accepted_prefix == 6
+    assert (stats.suffix_proposed, stats.suffix_accepted) == (0, 0)
+    (draft,) = stats.drafts
+    assert (draft.stage, draft.branch_tokens, draft.n_tokens) == (0, 5, 9)
+    assert (draft.n_inherited, draft.status, draft.accepted_prefix) == (0, "full", 6)
+    assert stats.draft_tokens == 9
+    # The prompt's forward gives the first token; the marker is known when its row is fed.
+    assert [r.rows for r in stats.rounds] == [1] * 5 + [2] * 10 + [1] * 11
+    verified = stats.rounds[21]
+    assert (verified.phase, verified.source) == ("answering", "draft")
+    assert (verified.n_proposed, verified.n_accepted, verified.n_committed) == (9, 6, 7)
+    assert verified.n_fed == 10
+    assert [r.phase for r in stats.rounds[:21]] == ["prefill"] + ["thinking"] * 20
+
+
+def test_anti_oracle_costs_one_round_per_draft() -> None:
+    """More forwards than plain decoding where nothing is accepted."""
+    declared = declare("gpt_oss", n_new=20)
+    config = declared.config(reuse="prefix", max_draft_tokens=8)
+    with scripted_drafts(true_up_to(declared.answer, 0)):
+        pair = run_both(build_model("gpt_oss"), declared.prompt, config)
+    assert_same(pair)
+    assert pair.stats.accepted_prefix == 0
+    assert pair.stats.forwards == pair.stats.new_tokens
+    assert [r.n_proposed for r in pair.stats.rounds if r.n_proposed] == [8]
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_every_figure_adds_up(lane: str) -> None:
+    """Figures that contradict each other."""
+    declared = declare(FAMILY)
+    config = declared.config(lane=lane, draft_budget=3, draft_interval=5, max_draft_tokens=4)
+    with scripted_drafts(true_up_to(declared.answer, 2)):
+        pair = run_both(build_model(FAMILY), declared.prompt, config)
+    stats = pair.stats
+    assert stats.new_tokens == len(pair.fast.sequences[0]) - 9
+    assert stats.thinking_tokens + stats.answer_tokens == stats.new_tokens
+    assert len(stats.token_sources) == stats.new_tokens
+    for entry in stats.rounds:
+        assert 0 <= entry.n_accepted <= entry.n_proposed
+        assert entry.n_committed in (entry.n_accepted, entry.n_accepted + 1)
+    starts = [entry.start for entry in stats.rounds]
+    assert starts == sorted(starts)
+    assert sum(stats.phase_seconds(phase) for phase in {r.phase for r in stats.rounds}) == (
+        pytest.approx(stats.seconds)
+    )
+    assert [draft.stage for draft in stats.drafts] == list(range(len(stats.drafts)))
+    assert sum(draft.accepted_prefix for draft in stats.drafts) == stats.accepted_prefix
+    assert json.loads(json.dumps(stats.to_dict()))["new_tokens"] == stats.new_tokens
+
+
+def test_nothing_thought() -> None:
+    """A prompt that closes thinking: no fork, no marker, and everything counts as answer."""
+    declared = declare(FAMILY)
+    prompt = declared.prompt.clone()
+    prompt[0, -1] = declared.marker[0]
+    pair = run_both(build_model(FAMILY), prompt, declared.config(reuse="prefix"))
+    assert_same(pair)
+    assert pair.stats.drafts == ()
+    assert pair.stats.thinking_tokens == 0
+    assert pair.stats.answer_tokens == pair.stats.new_tokens == pair.stats.forwards
+    assert {r.phase for r in pair.stats.rounds} == {"prefill", "answering"}
+
+
+def test_empty_statistics() -> None:
+    """A division by zero where nothing was generated."""
+    stats = SpeculationStats()
+    assert stats.tokens_per_forward == 0
+    assert stats.to_dict()["forwards"] == 0
+
+
+def test_recorder_keeps_the_order_and_one_note_of_a_kind() -> None:
+    """Rounds that are merged, or the same note once per round."""
+    told = []
+    recorder = Recorder(on_round=told.append)
+    for n_accepted in (2, 0):
+        recorder.begin_round()
+        candidates = Candidates((5, 6, 7), "suffix")
+        verdict = Verdict(tuple(range(n_accepted + 1)), n_accepted, False)
+        recorder.end_round("answering", 4, candidates, verdict, 1)
+        recorder.note("once")
+    draft = Draft(BranchPoint(3, 12, 0), (1, 2), DraftStatus.CUT, inherited=1)
+    recorder.draft(draft, 0.5)
+    recorder.prefix_verified(0, 1)
+    tracker = type("Tracker", (), {"blocks": 1, "n_answer": 4, "is_open": False})()
+    stats = recorder.stats(tracker)
+    assert list(stats.rounds) == told
+    assert [r.n_accepted for r in stats.rounds] == [2, 0]
+    assert stats.suffix_proposed == 6
+    assert stats.suffix_accepted == 2
+    assert stats.token_sources == ("suffix", "suffix", "model", "model")
+    assert stats.notes == ("once",)
+    assert stats.draft_tokens == 1
+    assert stats.drafts[0].accepted_prefix == 1
+    assert stats.drafts[0].status == "cut"
