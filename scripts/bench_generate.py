@@ -1,8 +1,8 @@
 """Total and answer seconds of self-speculation beside plain generate and stock prompt lookup.
 
 Every setting runs on every prompt, one after the other within each prompt, so that a slow minute of
-the machine meets all of them; figures are medians over prompts of the ratio to plain generate on the
-same prompt. All settings must give the tokens of plain generate, or the script exits with 1.
+the machine meets all of them; figures are medians over prompts of the ratio to plain generate on
+the same prompt. Our settings must give the tokens of plain generate, or the script exits with 1.
 
     python scripts/bench_generate.py                          # the embedded model
     python scripts/bench_generate.py --model DIR/MODEL.gguf \\
@@ -19,7 +19,6 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -157,12 +156,11 @@ def load(model: str, dtype: str) -> tuple[Any, Any]:
 
 
 def read_prompts(path: Path | None, n_prompts: int, seed: int) -> list[str]:
-    """User messages: fresh problems of the embedded model, or the `prompt` field of a JSONL file."""
+    """User messages: fresh problems of the embedded model, or the field `prompt` of a JSONL."""
     if path is None:
         return [problem.prompt for problem in ssr_hf.tiny_reasoner_prompts(n_prompts, seed=seed)]
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-    with opened as lines:
-        return [json.loads(line)["prompt"] for line in lines][:n_prompts]
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+    return [json.loads(line)["prompt"] for line in text.splitlines() if line.strip()][:n_prompts]
 
 
 def make_settings(common: dict[str, Any], lanes: list[str]) -> dict[str, dict[str, Any]]:
@@ -187,14 +185,14 @@ def summarise(runs: dict[str, list[Run]]) -> list[dict[str, Any]]:
     rows = []
     for name, own in runs.items():
         plain = runs["plain"]
+        pairs = list(zip(plain, own, strict=True))
 
-        def ratio(
-            of: Callable[[Run], float], own: list[Run] = own, plain: list[Run] = plain
-        ) -> list[float]:
-            pairs = zip(plain, own, strict=True)
-            return sorted(of(p) / of(o) for p, o in pairs if of(o) > 0 and of(p) > 0)
-
-        total, answer = ratio(lambda r: r.seconds), ratio(lambda r: r.answer_seconds)
+        total = sorted(p.seconds / o.seconds for p, o in pairs)
+        answer = sorted(
+            p.answer_seconds / o.answer_seconds
+            for p, o in pairs
+            if p.answer_seconds > 0 and o.answer_seconds > 0
+        )
         rows.append(
             {
                 "setting": name,

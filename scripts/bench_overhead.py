@@ -1,9 +1,9 @@
 """What self-speculation costs where it can gain nothing.
 
 Per-token CPU time of three ways to decode the same tokens on one thread, taken in turns: plain
-generate; our loop with nothing to offer (`reuse="none"`); and our default with an anti-oracle, whose
-candidates and drafts are always wrong, so that only backing off can help. CPU time of one thread is
-used because it does not move with what else the machine does.
+generate; our loop with nothing to offer (`reuse="none"`); and our default with an anti-oracle,
+whose spans are always wrong, so that only backing off can help. CPU time of one thread is used
+because it does not move with what else the machine does.
 
     python scripts/bench_overhead.py                     # the embedded model
     python scripts/bench_overhead.py --model DIR/MODEL.gguf --tokens 100 --repeats 5

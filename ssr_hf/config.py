@@ -99,6 +99,7 @@ class SuffixConfig:
             "Set suffix.factor=8.0",
         )
         number = isinstance(self.min_probability, (int, float))
+        number = number and not isinstance(self.min_probability, bool)
         _require(
             number and 0.0 <= self.min_probability <= 1.0,
             f"suffix.min_probability is {self.min_probability!r}",
@@ -107,6 +108,12 @@ class SuffixConfig:
         )
         if isinstance(self.sources, str):
             object.__setattr__(self, "sources", (self.sources,))
+        _require(
+            isinstance(self.sources, Sequence),
+            f"suffix.sources is {self.sources!r}",
+            f"Some of {', '.join(map(repr, SUFFIX_SOURCES))} are accepted",
+            "Leave it out to use all of them",
+        )
         object.__setattr__(self, "sources", tuple(self.sources))
         _require(
             len(self.sources) > 0,

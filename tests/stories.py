@@ -22,6 +22,7 @@ SCORE_PROMPT = "?SCORE "
 END = "</think>"
 EOS = "<|im_end|>"
 SEPARATOR = "\n\n"
+INTERLUDE = "\n\nfirst.<think>\n"
 # The small model's tokenizer: it lacks the thinking markers, and a blank line merges with a stop.
 MERGES = ((LINE_BREAK, LINE_BREAK), (".", LINE_BREAK + LINE_BREAK), ("s", "0"), ("Ġ", "t"))
 
@@ -46,12 +47,14 @@ class Story:
         base (`Mapping[str, str]`): The base model's.
         scores (`Mapping[str, int]`): The digit that the base model answers, 9 where none is given.
         answer (`str`): What follows the end marker.
+        blocks (`int`): Blocks of thinking; an interlude follows all but the last.
     """
 
     small: Mapping[str, str]
     base: Mapping[str, str] = field(default_factory=dict)
     scores: Mapping[str, int] = field(default_factory=dict)
     answer: str = f"\n\nthe answer{EOS}"
+    blocks: int = 1
 
     def script(self, successors: Mapping[str, str]) -> Script:
         """The script of one of the two models."""
@@ -59,11 +62,14 @@ class Story:
         def say(text: str) -> str:
             if text.endswith(SCORE_PROMPT):
                 return str(self.scores.get(_last_step(text[: -len(SCORE_PROMPT)]), 9))
-            if END in text:
-                return self.answer[len(text.rpartition(END)[2]) :]
+            block = text.rpartition("<think>\n")[2]
+            if END in block:
+                is_last = text.count(END) >= self.blocks
+                answer = self.answer if is_last else INTERLUDE
+                return answer[len(block.rpartition(END)[2]) :]
             if text.endswith(("assistant\n", "<think>")):
                 return "<think>\n" if text.endswith("\n") else "\n"
-            before, _, partial = text.rpartition("<think>\n")[2].rpartition(SEPARATOR)
+            before, _, partial = block.rpartition(SEPARATOR)
             step = successors.get(_last_step(before), END)
             whole = step if END in step or EOS in step else f"{step}{SEPARATOR}"
             return whole[len(partial) :] if whole.startswith(partial) else SEPARATOR

@@ -167,7 +167,7 @@ ENUMERATED: dict[str, tuple[list[int], int, dict[str, Any]]] = {
     ),
     # Spans of the prompt run over the end of thinking; a round must not.
     "spans over the marker": (
-        [1, 1, 1, 1, 2, 1, 2, 1, 1, 1, 1, 2, 1, 1, 1, 1],
+        [1, 1, 1, 1, 2, 1, 1, 1, 1, 2, 1, EOS, 1, 1, 1, 1],
         6,
         {"draft_budget": 1, "thinking_budget": 4},
     ),

@@ -57,6 +57,11 @@ def test_help_lists_every_command() -> None:
     assert all(name in result.stdout for name in ("demo", "generate", "check", "trace"))
 
 
+def test_version() -> None:
+    """A version that is asked for and starts a command, or is another one than the package's."""
+    assert run("--version").stdout == f"ssr-hf {ssr_hf.__version__}\n"
+
+
 @pytest.mark.parametrize("command", ["demo", "generate", "check", "trace"])
 def test_help_of_each_command(command: str) -> None:
     """Options whose declaration fails only when they are asked for."""

@@ -27,7 +27,7 @@ SUFFIX_DEFAULTS = {
     "max_match": 16,
     "max_tokens": 64,
     "factor": 8.0,
-    "min_probability": 0.0,
+    "min_probability": 0.05,
     "sources": ("draft", "prompt", "thinking", "answer"),
 }
 

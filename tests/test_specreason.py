@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from helpers import RecordingStreamer
 from scripted import LAYERS
-from stories import END, EOS, PROMPT, Story, models, plain, tell
+from stories import END, EOS, INTERLUDE, PROMPT, Story, models, plain, tell
 
 CASES = ("same", "padded", "different")
 everywhere = pytest.mark.parametrize(
@@ -273,6 +273,16 @@ def test_thinking_that_the_base_model_opens(kind: str, case: str) -> None:
     told = tell(APART, kind, case, prompt=PROMPT.removesuffix("<think>\n"), threshold=0)
     assert told.thinking == "<think>\ns0.\n\ns1.\n\n"
     assert told.answer == APART.answer
+
+
+@everywhere
+def test_second_block_of_thinking(kind: str, case: str) -> None:
+    """Steps are proposed again, after both models have read the text in between; repeats of steps
+    in another block are no loop."""
+    told = tell(Story(small={"": "s0."}, blocks=2), kind, case)
+    block = f"s0.\n\n{END}"
+    assert told.text == f"{block}{INTERLUDE}{block}{APART.answer}"
+    assert told.authors == ["assistant"] * 4
 
 
 def test_statistics() -> None:

@@ -216,7 +216,7 @@ def test_candidates_of_the_small_model_are_lossless(family: str, n_tokens: int) 
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_next"])
-@pytest.mark.parametrize("lane", ["lockstep", "sequential"])
+@pytest.mark.parametrize("lane", ["lockstep", "sequential", "stream"])
 @pytest.mark.parametrize("interval", [None, 4])
 def test_self_speculation_is_lossless_on_top(family: str, lane: str, interval: int | None) -> None:
     """Drafts and spans in the same call must give the text of step speculation alone."""

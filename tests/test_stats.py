@@ -49,7 +49,7 @@ def test_hand_counted_generation() -> None:
 
 def test_anti_oracle_costs_one_round_per_draft() -> None:
     """More forwards than plain decoding where nothing is accepted."""
-    declared = declare("gpt_oss", n_new=20)
+    declared = declare("gpt_oss")
     config = declared.config(reuse="prefix", max_draft_tokens=8)
     with scripted_drafts(true_up_to(declared.answer, 0)):
         pair = run_both(build_model("gpt_oss"), declared.prompt, config)

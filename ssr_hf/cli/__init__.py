@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
+
+import ssr_hf
 
 from . import check, demo, generate, trace
 
 app = typer.Typer(
     name="ssr-hf",
-    help="Reasoning models answer faster, without changing a token: lossless self-speculation.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 for command in (demo.demo, generate.generate, check.check, trace.trace):
     app.command()(command)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"ssr-hf {ssr_hf.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Reasoning models answer faster, without changing a token: lossless self-speculation."""
 
 
 def main() -> None:
