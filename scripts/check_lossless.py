@@ -32,9 +32,10 @@ import typer
 import ssr_hf
 from ssr_hf.cli.console import EXIT_NEGATIVE, InputError, out_console, write_json
 from ssr_hf.cli.loading import Session, open_session
-from ssr_hf.cli.options import ModelOptions, PlacementOptions, spread
+from ssr_hf.cli.options import ModelOptions, PlacementOptions
 from ssr_hf.cli.prompts import Messages, Request, built_in_prompts, make_request
 from ssr_hf.cli.records import read_items
+from ssr_hf.cli.spreading import spread
 from ssr_hf.lanes import LANE_TYPES
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

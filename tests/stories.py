@@ -43,7 +43,7 @@ class Story:
     """What the models write, by the step that stands last (`""` at the beginning).
 
     Args:
-        small (`Mapping[str, str]`): The small model's next step; the end marker where none is given.
+        small (`Mapping[str, str]`): The small model's next step; the end marker if none is given.
         base (`Mapping[str, str]`): The base model's.
         scores (`Mapping[str, int]`): The digit that the base model answers, 9 where none is given.
         answer (`str`): What follows the end marker.

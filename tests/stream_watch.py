@@ -1,23 +1,50 @@
-"""Watches on a CPU what two CUDA streams may do to each other's memory.
+"""The threads of drafts, and a watch on what two CUDA streams may do to each other's memory.
 
-Every operation of the parent and of the draft is seen by a dispatch mode in its thread. Memory
-belongs to the stream in which it was first seen. The rules are those of the CUDA allocator: what
-one stream made and the other uses is handed over, and neither writes what the other reads.
+The watch needs no GPU. A dispatch mode in each thread sees every operation of parent and draft.
+Memory belongs to the stream in which it was first seen. The rules are those of the CUDA allocator:
+what one stream made and the other uses is handed over, and neither writes what the other reads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
+DRAFT_THREAD = "ssr_hf-draft"
 PARENT, DRAFT, WEIGHTS = "parent", "draft", "weights"
+
+
+def draft_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == DRAFT_THREAD]
+
+
+def in_draft() -> bool:
+    return threading.current_thread().name == DRAFT_THREAD
+
+
+@contextlib.contextmanager
+def before_forward(model: PreTrainedModel, hook: Callable[[], None]) -> Iterator[None]:
+    """Calls `hook` in the thread of every forward, before it."""
+    handle = model.register_forward_pre_hook(lambda *_: hook())
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def wait_for_draft() -> None:
+    """Lets the parent go on when the draft has ended, so that tests do not depend on timing."""
+    if not in_draft():
+        for thread in draft_threads():
+            thread.join(timeout=30)
 
 
 class StreamWatch:

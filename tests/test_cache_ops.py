@@ -12,18 +12,21 @@ import torch
 from families import FAMILIES, SLIDING_WINDOW, build_model, random_prompt
 from helpers import TOLERANCE, layer_states
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from ssr_hf.cache import growth
 from ssr_hf.cache.checkpoint import Checkpoint, stop_recording
 from ssr_hf.cache.fork import add_row, cache_tensors, fork, join, retire_row, strip_padding
-from ssr_hf.cache.layers import LAYER_KINDS, kind_of
+from ssr_hf.cache.layers import kind_of
 
 PREFIX = 11
 EXACT = tuple(name for name, family in FAMILIES.items() if family.multi_token_exact)
 # One family for each kind of cache layer, and one for each way to share or to drop states.
-KINDS = ("llama", "mistral", "gemma4", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_next", "mamba2")
-KINDS = (*KINDS, "falcon_h1")
+KINDS = (
+    *("llama", "mistral", "gemma4", "gpt_oss", "deepseek_v3"),
+    *("lfm2", "qwen3_next", "mamba2", "falcon_h1"),
+)
 
 every_kind = pytest.mark.parametrize("family", KINDS)
 CPU = torch.device("cpu")
@@ -59,7 +62,7 @@ def _assert_equal_states(cache: Cache, expected: list[dict[str, Tensor]], exact:
         for name, state in states.items():
             assert state.shape == before[name].shape, name
             difference = (state - before[name]).abs().max().item() if state.numel() else 0.0
-            allowed = 0.0 if exact else TOLERANCE * max(1.0, before[name].std().item())
+            allowed = 0.0 if exact else TOLERANCE * max(1.0, before[name].abs().max().item())
             assert difference <= allowed, name
 
 
@@ -160,7 +163,7 @@ def test_fork_of_recurrent_layers_copies_their_states() -> None:
 def test_layers_of_unknown_kinds_are_never_handled() -> None:
     """A subclass that is treated like its base, whatever it overrides."""
 
-    class Strange(type(DynamicCache().layers) if False else LAYER_KINDS.__iter__().__next__()):
+    class Strange(DynamicLayer):
         """Looks like a dynamic layer."""
 
     with pytest.raises(KeyError):
@@ -178,7 +181,7 @@ def test_joined_rows_are_exact_and_part_without_a_trace(family: str, lead: int) 
     child_steps = [random_prompt(model, 1, seed=80 + step) for step in range(4)]
     parent_alone, child_alone = _filled(model, prefix), _filled(model, prefix)
     _feed(model, child_alone, ahead)
-    cache, child = _filled(model, prefix), None
+    cache = _filled(model, prefix)
     child = fork(cache)
     _feed(model, child, ahead)
     join(cache, child, lead)
@@ -292,5 +295,6 @@ def test_blocks_are_causal_on_a_filled_cache(family: str, attention: str) -> Non
         )
     finally:
         model.set_attn_implementation(before)
-    assert torch.equal(logits[:, :-1], other[:, :-1])
-    assert not torch.equal(logits[:, -1], other[:, -1])
+    difference = (logits - other).abs().amax(dim=(0, 2)) / logits.std()
+    assert (difference[:-1] < TOLERANCE).all()
+    assert difference[-1] > 0.1

@@ -110,6 +110,12 @@ def test_wrapping(width: int, text: str) -> None:
         ]
 
 
+def test_continued_lines_hang_below_their_beginning() -> None:
+    """Continued rows of data that cannot be told from new ones."""
+    first, second, *_ = plain_lines(paint(DATA, 60))
+    assert first.startswith("    {") and second.startswith("      ") and second[6] != " "
+
+
 def test_rounds_do_not_change_the_text() -> None:
     """Text that depends on how many tokens came at once."""
     text = f"{LONG}\n{DATA}\n\nEnd."
@@ -164,6 +170,30 @@ def test_decoder_gives_whole_characters(text: str) -> None:
     assert (decoder.push(unfinished[0]), decoder.rest()) == ("", "\ufffd")
 
 
+def test_decoder_keeps_a_space_at_the_beginning_of_a_line() -> None:
+    """Indentation lost with vocabularies that drop the space of the first token they decode."""
+
+    class DropsFirstSpace:
+        words = ("a", "\n", " b")
+
+        def decode(self, token_ids: list[int], **_: Any) -> str:
+            return "".join(self.words[index] for index in token_ids).removeprefix(" ")
+
+    tokenizer: Any = DropsFirstSpace()
+    decoder = TokenDecoder(tokenizer)
+    assert "".join(decoder.push(index) for index in (0, 1, 2)) == "a\n b"
+
+
+def test_timeline_joins_neighbours() -> None:
+    """Time between two rounds of a kind that gets lost."""
+    stats = stats_of(
+        round_of("thinking", "none", 0, 0.1, 0.1), round_of("thinking", "none", 0, 0.3, 0.2)
+    )
+    (span,) = timeline(stats)
+    assert (span.start, span.seconds) == pytest.approx((0.1, 0.4))
+    assert (span.tokens, span.rounds) == (2, 2)
+
+
 def test_timeline_joins_and_sorts() -> None:
     """Rounds attributed to a wrong kind of work."""
     spans = [(span.kind, span.tokens, span.rounds) for span in timeline(STATS)]
@@ -200,6 +230,17 @@ def test_chart(width: int) -> None:
         assert at[name] == pytest.approx(start, abs=1.5 / n_cells)
     assert lines[-1].index("▲") == pytest.approx(16 + 0.6 * n_cells, abs=1)
     assert "4/6 accepted" in rows["verification"] and "6 tokens" in rows["draft"]
+
+
+def test_chart_shows_what_is_short() -> None:
+    """A verification too short to be seen, although it is the point of the method."""
+    stats = stats_of(
+        round_of("answering", "draft", 4, 0.5, 0.0001), round_of("answering", "none", 0, 1.0, 9.0)
+    )
+    console = terminal(80)
+    print_chart(console, stats)
+    row = next(line for line in plain_lines(console) if "verification" in line)
+    assert row[16 : 80 - 29].strip() == "░"
 
 
 def run_of(seconds: float, stats: SpeculationStats | None) -> Run:

@@ -49,9 +49,10 @@ def source(tmp_path: Path) -> Path:
     )
 
 
-def test_text_equals_plain_generate(model_dir: Path, oracle: Oracle) -> None:
-    """Text changed on its way to a pipe, statistics mixed into it, escape codes."""
-    result = run("generate", "-m", model_dir, "-p", PROMPT, *SHORT)
+@pytest.mark.parametrize("greedy", [[], ["-t", 0]])
+def test_text_equals_plain_generate(model_dir: Path, oracle: Oracle, greedy: list[object]) -> None:
+    """Text changed on its way to a pipe, statistics mixed into it, escape codes, sampling at 0."""
+    result = run("generate", "-m", model_dir, "-p", PROMPT, *SHORT, *greedy)
     assert result.exit_code == 0, result.output
     assert result.stdout == oracle.text(PROMPT, N_TOKENS, BUDGET, do_sample=False) + "\n"
     assert f"{N_TOKENS} tokens" in result.stderr and "suffix matches" in result.stderr

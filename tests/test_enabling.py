@@ -146,7 +146,7 @@ def test_copies_and_pickles_of_an_enabled_model() -> None:
     with enabled(model):
         clone = copy.deepcopy(model)
         restored = pickle.loads(pickle.dumps(model))
-    for copied in (clone, restored):
+    for copied in (clone, ssr_hf.enable(restored)):
         with torch.no_grad():
             copied.lm_head.weight.mul_(-1)
         fast = generate(copied, declared.prompt, self_speculation=declared.config())

@@ -1,4 +1,4 @@
-"""Step speculation with scripted models: the exact sequence of accepted, rewritten and forced steps."""
+"""Step speculation with scripted models: which steps are accepted, rewritten and forced."""
 
 from __future__ import annotations
 
@@ -64,6 +64,9 @@ def test_an_accepted_step_costs_one_forward(kind: str, case: str) -> None:
     rounds = told.output.speculation.rounds
     assert [r.source for r in rounds[1:4]] == ["step"] * 3
     assert sum(r.n_committed for r in rounds) == told.output.speculation.new_tokens
+    # The small model reads nothing again that it has written itself.
+    n_written = len(told.small.tokenizer.encode(told.thinking + END, add_special_tokens=False))
+    assert told.small.n_forwards == 1 + n_written
 
 
 @everywhere
@@ -220,6 +223,29 @@ def test_first_steps_of_the_base_model(kind: str, case: str) -> None:
     assert told.thinking == "b0.\n\nb1.\n\ns2.\n\n"
     assert told.authors == ["base", "base", "assistant", "assistant"]
     assert [step.score for step in told.steps[:2]] == [None, None]
+
+
+@everywhere
+@pytest.mark.parametrize("n_tokens", [3, 12])
+def test_base_steps_end_inside_accepted_candidates(kind: str, case: str, n_tokens: int) -> None:
+    """Candidates that run over the end of a base step would be written without being scored."""
+    if case == "different":
+        pytest.skip("the small model's tokens are candidates where the vocabulary is the same")
+    chain = {"": "b0.", "b0.": "b1.", "b1.": "s2."}
+    told = tell(
+        Story(small=chain, base=chain), kind, case, first_base_steps=2, candidate_tokens=n_tokens
+    )
+    assert told.thinking == "b0.\n\nb1.\n\ns2.\n\n"
+    assert told.authors == ["base", "base", "assistant", "assistant"]
+    assert [step.n_tokens for step in told.steps] == [5, 5, 5, 1]
+    accepted = [r.n_accepted for r in told.output.speculation.rounds if r.source == "assistant"]
+    assert sum(accepted) >= 4
+
+
+@pytest.mark.parametrize(("threshold", "author"), [(3, "assistant"), (3.5, "base")])
+def test_a_score_at_the_threshold_is_accepted(threshold: float, author: str) -> None:
+    """The boundary belongs to the accepted side, as in the paper."""
+    assert tell(REDO, threshold=threshold).authors[1] == author
 
 
 def test_threshold_function() -> None:

@@ -161,7 +161,7 @@ def authors_of(output: ssr_hf.SelfSpeculativeOutput) -> list[str]:
 
 @pytest.mark.parametrize("family", KINDS)
 def test_equals_the_reference(family: str) -> None:
-    """A cache that keeps a rejected step or a score prompt changes logits, hence scores and text."""
+    """A cache that keeps a rejected step or a score prompt changes logits, scores and text."""
     case = find_case(family)
     output = run(family, case)
     assert output.sequences[0].tolist() == case.text

@@ -14,8 +14,8 @@ from helpers import generate
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
 import ssr_hf
-from ssr_hf import SelfSpeculationConfig, compat
-from ssr_hf.cache.support import Supported
+from ssr_hf import compat
+from ssr_hf.cache.support import Supported, Unsupported
 from ssr_hf.errors import UnsupportedError
 from ssr_hf.lanes import LANE_TYPES
 from ssr_hf.lanes.concurrency import HAZARDS
@@ -118,27 +118,43 @@ CASES = [(reason, build) for reason, builds in REFUSED.items() for build in buil
 
 
 @pytest.mark.parametrize(("reason", "build"), CASES, ids=[build.__name__ for _, build in CASES])
-def test_unsafe_models_are_refused_before_the_prompt_is_read(
-    reason: str, build: Callable[[], PreTrainedModel]
-) -> None:
+def test_unsafe_models_are_not_supported(reason: str, build: Callable[[], PreTrainedModel]) -> None:
     """Two threads in a model that changes while it runs: wrong tokens, or a crash much later."""
-    model = build()
-    support = StreamLane.support(model)
-    assert not support.supported
+    support = StreamLane.support(build())
+    assert isinstance(support, Unsupported)
     assert support.reason.startswith(reason)
-    config = SelfSpeculationConfig(end_of_thinking=[5], lane="stream")
-    prompt = random_prompt(model, 4, seed=0).to(model.device)
+    assert "lane='lockstep'" in support.hint
+
+
+def test_refusal_comes_before_the_prompt_is_read() -> None:
+    """A lane that is refused late, or without saying why and what to do."""
+    model = sharded()
+    support = StreamLane.support(model)
+    prompt = random_prompt(model, 4, seed=0)
     ssr_hf.enable(model)
     with (
         mock.patch.object(type(model), "__call__", side_effect=AssertionError("a forward ran")),
         pytest.raises(UnsupportedError) as refusal,
     ):
-        generate(model, prompt, self_speculation=config)
+        generate(model, prompt, self_speculation={"end_of_thinking": [5], "lane": "stream"})
     text = str(refusal.value)
-    assert text.startswith("lane='stream'")
+    assert text.startswith("lane='stream' is not safe with this LlamaForCausalLM")
+    assert isinstance(support, Unsupported)
     assert support.reason in text
     assert support.hint in text
     assert "'lockstep' and 'sequential'" in text
+
+
+@pytest.mark.parametrize("lane", ["auto", "lockstep", "sequential"])
+def test_the_other_lanes_run_what_the_stream_lane_refuses(lane: str) -> None:
+    """A refusal of one lane that takes the others with it."""
+    model = long_positions()
+    prompt = random_prompt(model, 4, seed=0)
+    plain = generate(model, prompt, max_new_tokens=12).sequences
+    ssr_hf.enable(model)
+    config = {"end_of_thinking": [plain[0, 9].item()], "lane": lane, "draft_budget": 2}
+    fast = generate(model, prompt, max_new_tokens=12, self_speculation=config).sequences
+    assert fast.tolist() == plain.tolist()
 
 
 def test_every_hazard_is_tested() -> None:

@@ -6,9 +6,10 @@ Lossy: an accepted step is not what the base model would have written. To add a 
 
 from __future__ import annotations
 
-from .binding import StepRequest, bind_steps, refuse_steps
+from .binding import bind_steps
 from .config import StepSpeculationConfig
 from .controller import StepSpeculation
+from .request import StepRequest, refuse_steps
 from .scoring import ProposedStep
 from .stats import StepReport, StepSpeculationStats
 

@@ -1,25 +1,21 @@
-"""From what the user passed to the parts of step speculation; what cannot work is refused here."""
+"""From what the user passed to the parts of step speculation."""
 
 from __future__ import annotations
 
-import functools
-import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import LogitsProcessorList
 
 from .. import compat
 from ..acceptance import draft_generator, draft_seed
-from ..cache.support import Unsupported, cache_support, multi_token_support
-from ..errors import ConfigError, UnsupportedError, message
+from ..errors import ConfigError, message
 from ..markers import TokenCodec
 from .config import StepSpeculationConfig
 from .controller import StepParts, StepSpeculation
 from .guessing import GuessLength
 from .prompts import score_prompt
 from .reader import StepReader
+from .request import StepRequest, vocabulary_size
 from .room import StepRoom
 from .scoring import SCORERS, Scorer
 from .stats import StepRecorder
@@ -28,135 +24,18 @@ from .translation import SharedIds, TextHandOver, Translation
 from .writer import StepWriter, WritingRules
 
 if TYPE_CHECKING:
+    import torch
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from ..commit import Committer
     from ..markers import PhaseTracker
     from ..target import Target
 
-logger = logging.getLogger(__name__)
-
 # Offered in a round of the base model for which nothing else was proposed.
 DEFAULT_GUESSED = 4
 NO_LIMIT = 2**62
 # Steps are drawn with a seed of their own; drafts of answers count from 0.
 SAMPLING_STAGE = -1
-
-
-@dataclass(frozen=True, slots=True)
-class StepRequest:
-    """What `generate` was given for step speculation.
-
-    Args:
-        config (`StepSpeculationConfig`): The settings.
-        assistant_model (`PreTrainedModel`, *optional*): The small model.
-        assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Its tokenizer; that of the base
-            model when None.
-    """
-
-    config: StepSpeculationConfig
-    assistant_model: PreTrainedModel | None
-    assistant_tokenizer: PreTrainedTokenizerBase | None
-
-    @property
-    def assistant(self) -> PreTrainedModel:
-        """The small model, which was checked to be there."""
-        assert self.assistant_model is not None, "refuse_steps runs first"
-        return self.assistant_model
-
-
-def refuse_steps(
-    request: StepRequest,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    input_ids: torch.Tensor,
-    generation_config: GenerationConfig,
-) -> None:
-    """Refuses a call that step speculation cannot serve, before anything is read.
-
-    Raises:
-        `ConfigError`: The small model or a tokenizer is missing.
-        `UnsupportedError`: The batch, an output, or one of the models.
-    """
-    assistant = request.assistant_model
-    if assistant is None:
-        raise _missing("assistant_model", "the small model that writes steps", "small")
-    if tokenizer is None:
-        raise _missing("tokenizer", "the base model's: steps are found in text", "tokenizer")
-    sizes = (_vocab_size(model), _vocab_size(assistant))
-    if request.assistant_tokenizer is None and sizes[0] != sizes[1]:
-        what = f"the small model's, as its vocabulary has {sizes[1]} entries and not {sizes[0]}"
-        raise _missing("assistant_tokenizer", what, "small_tokenizer")
-    _refuse_shapes(input_ids, generation_config)
-    _refuse_models(model, assistant, generation_config)
-
-
-def _missing(name: str, what: str, value: str) -> ConfigError:
-    return ConfigError(
-        message(
-            f"step_speculation is set without {name}",
-            f"It needs {what}",
-            f"Pass {name}={value} to the generate of an enabled model",
-        )
-    )
-
-
-def _refuse_shapes(input_ids: torch.Tensor, generation_config: GenerationConfig) -> None:
-    refusals = (
-        (
-            input_ids.shape[0] > 1,
-            f"The batch has {input_ids.shape[0]} prompts",
-            "One prompt per call is accepted",
-            "Call generate once per prompt",
-        ),
-        (
-            input_ids.shape[1] == 0,
-            "The prompt was given as embeddings",
-            "The small model reads token ids",
-            "Pass input_ids",
-        ),
-        (
-            bool(generation_config.output_hidden_states),
-            "output_hidden_states is set",
-            "output_scores and output_logits are accepted",
-            "Leave output_hidden_states out",
-        ),
-    )
-    for refused, what, accepted, next_step in refusals:
-        if refused:
-            what = f"{what} and step_speculation is set"
-            raise UnsupportedError(message(what, accepted, next_step))
-
-
-def _refuse_models(
-    model: PreTrainedModel, assistant: PreTrainedModel, generation_config: GenerationConfig
-) -> None:
-    accepted = "Two decoder-only models that can read several tokens at once are accepted"
-    if assistant.config.is_encoder_decoder:
-        what = f"The small model, {type(assistant).__name__}, is an encoder-decoder model"
-        raise UnsupportedError(message(what, accepted, "Pass a causal language model"))
-    supports = {
-        "base model": [multi_token_support(model, generation_config)],
-        "small model": [
-            cache_support(compat.prepare_cache(assistant, generation_config, 1)),
-            multi_token_support(assistant, generation_config),
-        ],
-    }
-    for name, answers in supports.items():
-        for support in answers:
-            if isinstance(support, Unsupported):
-                what = f"The {name} cannot speculate step by step: {support.reason}"
-                raise UnsupportedError(message(what, accepted, "Use another model"))
-    if assistant.num_parameters() > model.num_parameters():
-        _warn_once(
-            f"The small model has {assistant.num_parameters()} parameters and the base model "
-            f"{model.num_parameters()}: steps will cost more than they save. Swap the two models."
-        )
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    logger.warning(text)
 
 
 def bind_steps(
@@ -241,7 +120,7 @@ def _translation(
 ) -> Translation:
     other = request.assistant_tokenizer
     if other is None or other is tokenizer or other.get_vocab() == tokenizer.get_vocab():
-        width = min(_vocab_size(target.model), _vocab_size(request.assistant))
+        width = min(vocabulary_size(target.model), vocabulary_size(request.assistant))
         return SharedIds(TokenCodec(tokenizer), tracker, width)
     return TextHandOver(tokenizer, tracker.markers, other, request.config.assistant_prompt)
 
@@ -258,7 +137,7 @@ def _writing_rules(
     shares_ids = isinstance(translation, SharedIds)
     usable = compat.SIDE_EFFECT_FREE_PROCESSORS if shares_ids else compat.VOCABULARY_FREE_PROCESSORS
     stops = translation.stops | _own_eos(assistant)
-    vocab_size = _vocab_size(assistant)
+    vocab_size = vocabulary_size(assistant)
     if isinstance(translation, SharedIds):
         stops |= base_stops
         vocab_size = translation.vocab_size
@@ -299,10 +178,6 @@ def _n_guessed(config: StepSpeculationConfig, shares_ids: bool) -> int:
             )
         )
     return config.candidate_tokens
-
-
-def _vocab_size(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config().vocab_size)
 
 
 def _positions(model: PreTrainedModel) -> int:

@@ -152,7 +152,7 @@ class StepWriter:
         """Selects a token from logits `[1, V]` with the user's sampling settings."""
         scores = position_logits.to(copy=True, dtype=torch.float32, device=text.device)
         scores[:, self._rules.vocab_size :] = -torch.inf
-        scores = self._rules.logits_processor(text.ids, scores)  # type: ignore[arg-type]
+        scores = self._rules.logits_processor(text.ids, scores)
         if self._rules.generator is None:
             return int(scores.argmax())
         probabilities = scores.softmax(dim=-1)
