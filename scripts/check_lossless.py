@@ -71,7 +71,7 @@ class Divergence:
 
     Args:
         position (`int`): New tokens that are the same.
-        plain, speculative (`str`): The next token of each text; empty where it has ended.
+        plain, speculative (`str`): The next token of each text, or that it has ended.
         margin (`float`, *optional*): Lead of the plain token over the other, in logits; None where
             the other is impossible or one text has ended.
         rounding (`float`, *optional*): What the number of tokens per forward changes, in logits.
@@ -113,14 +113,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Checker:
-    """Generates one request every way, with one way to select tokens.
-
-    Args:
-        session (`Session`): The model.
-        request (`Request`): The prompt and the length.
-        selection (`dict[str, Any]`): Arguments of `generate`, greedy or sampled.
-        seed (`int`): Where every generation starts.
-    """
+    """Generates one request every way, from `seed`, with the arguments `selection`."""
 
     session: Session
     request: Request
@@ -149,15 +142,14 @@ class Checker:
         speculative_ids: tuple[int, ...],
         config: ssr_hf.SelfSpeculationConfig,
     ) -> Divergence | None:
-        """Where the texts part, and whether rounding explains it; None where they are the same."""
+        """Where the texts part, and by how much; None where they are the same."""
         if plain_ids == speculative_ids:
             return None
         pairs = enumerate(zip(plain_ids, speculative_ids, strict=False))
         shortest = min(len(plain_ids), len(speculative_ids))
         at = next((i for i, (one, other) in pairs if one != other), shortest)
         ours, theirs = plain_ids[at : at + 1], speculative_ids[at : at + 1]
-        decode = self.session.tokenizer.decode
-        found = Divergence(at, decode(list(ours)), decode(list(theirs)))
+        found = Divergence(at, self._show(ours), self._show(theirs))
         if not (ours and theirs):
             return found
         margin, rounding = self._measure(plain_ids[:at], ours[0], theirs[0], config)
@@ -171,8 +163,8 @@ class Checker:
         config: ssr_hf.SelfSpeculationConfig,
     ) -> tuple[float | None, float]:
         """Margin and rounding of the token after `written`, selected once more in two ways."""
-        new_ids = self.request.input_ids.new_tensor([written])
-        text = torch.cat([self.request.input_ids, new_ids], dim=1)
+        prompt = self.request.input_ids
+        text = torch.cat([prompt, prompt.new_tensor([written])], dim=1)
         with torch.no_grad():
             cache = self.session.model(text[:, :-1], use_cache=True).cache
         narrow = self._scores(text, config, cache=cache)
@@ -187,6 +179,9 @@ class Checker:
         margin = (narrow[token_id] - narrow[other_id]).item()
         return margin if 0 <= margin < float("inf") else None, rounding.item()
 
+    def _show(self, ids: tuple[int, ...]) -> str:
+        return f"{ids[0]} {self.session.tokenizer.decode(list(ids))!r}" if ids else "the end"
+
     def _scores(
         self, text: torch.Tensor, config: ssr_hf.SelfSpeculationConfig, **cache: Any
     ) -> torch.Tensor:
@@ -197,11 +192,8 @@ class Checker:
     def _budget(self, config: ssr_hf.SelfSpeculationConfig) -> dict[str, Any]:
         if config.thinking_budget is None:
             return {}
-        length = self.request.input_ids.shape[1]
-        budget = ssr_hf.ThinkingBudgetLogitsProcessor(
-            self.session.markers, config.thinking_budget, length
-        )
-        return {"logits_processor": [budget]}
+        arguments = self.session.markers, config.thinking_budget, self.request.input_ids.shape[1]
+        return {"logits_processor": [ssr_hf.ThinkingBudgetLogitsProcessor(*arguments)]}
 
     def _generate(self, input_ids: torch.Tensor, **arguments: Any) -> Any:
         return self.session.model.generate(
@@ -256,7 +248,7 @@ def _line(result: Result) -> str:
     text = f"{name:<48} {result.verdict:<9} {result.n_tokens} tokens, {result.n_forwards} forwards"
     found = result.divergence
     if found is not None:
-        text += f"; token {found.position} is {found.speculative!r} instead of {found.plain!r}"
+        text += f"; token {found.position} is {found.speculative} instead of {found.plain}"
         if found.margin is not None:
             text += f" (margin {found.margin:.2g}, rounding {found.rounding:.2g})"
     return "; ".join([text, *result.notes])

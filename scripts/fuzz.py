@@ -58,8 +58,7 @@ def main(
             break
         drawn = draw_case(seed, number, family)
         report = check(drawn)
-        tally.update({report.verdict: 1, drawn.family: 1})
-        tally.update(tokens=report.n_tokens, forwards=report.n_forwards, drafts=report.n_drafts)
+        tally.update({report.verdict: 1, drawn.family: 1, **report.figures})
         if report.verdict in ("different", "tie"):
             command = _command(seed, number, family)
             _print_failure(command, drawn, report)

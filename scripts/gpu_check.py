@@ -8,8 +8,8 @@ Checks, in float32 on small models with full, sliding, convolutional and recurre
 - every lane gives the tokens of plain `generate`, greedy and sampled, while drafts are accepted and
   rejected;
 - drafts of the stream lane are those of the sequential lane, and the parent's text is the same,
-  while the draft's kernels are held up, freed memory is overwritten at once, the parent outgrows
-  its buffers, and the call runs inside a stream of the caller's.
+  while the draft's kernels are held up and freed memory is overwritten at once; the parent stays in
+  the buffers that the draft reads or leaves them, in the default stream or in one of the caller's.
 
 Measurements, in bfloat16 on models with the shapes of Qwen3-0.6B and Qwen3-4B, flash attention 2
 where it is installed, no `torch.compile`: a plain step beside the weights' bandwidth ceiling; steps
@@ -37,6 +37,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from gpu_report import print_tables
 from lane_checks import (
     FAMILIES,
     NO_SPECIAL_IDS,
@@ -48,7 +49,6 @@ from lane_checks import (
     use_exact_float32,
 )
 from lane_timing import (
-    MARKER,
     kv_bytes_per_token,
     measure_lane,
     measure_peak,
@@ -57,12 +57,10 @@ from lane_timing import (
     row_bytes,
 )
 from rich.console import Console
-from rich.table import Table
-from scripted_text import Dictation, scripted_drafts
+from scripted_text import Lengths, measure_generations
 from transformers import PreTrainedModel, Qwen3Config
 from transformers.utils import is_flash_attn_2_available
 
-import ssr_hf
 from ssr_hf.lanes import LANE_TYPES
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -107,6 +105,7 @@ BANDWIDTHS = {
 }
 # What the overhead of a draft refers to: the setting of the paper.
 DRAFT_TOKENS, THINKING_TOKENS = 500, 2000
+GENERATION = Lengths(prompt=256, thinking=240, draft_budget=60, answer=240)
 
 
 @dataclass(frozen=True)
@@ -121,22 +120,19 @@ class Plan:
         steps (`int`): Plain steps that are timed, and tokens of the timed drafts.
         blocks (`tuple[int, ...]`): Tokens of the verified blocks.
         repeats (`int`): Blocks of each length.
-        prompt, thinking, draft_budget, answer (`int`): Tokens of whole generations.
+        generation (`Lengths`): Tokens of whole generations.
         runs (`tuple[tuple[str, float], ...]`): Lane and probability of a right draft token.
         seconds (`float`): After so long, no further generation is begun.
     """
 
     families: tuple[str, ...] = tuple(FAMILIES)
-    seeds: int = 3
-    check_tokens: int = 96
+    seeds: int = 2
+    check_tokens: int = 64
     length: int = 1024
     steps: int = 128
     blocks: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     repeats: int = 7
-    prompt: int = 256
-    thinking: int = 240
-    draft_budget: int = 60
-    answer: int = 240
+    generation: Lengths = GENERATION
     runs: tuple[tuple[str, float], ...] = (
         ("lockstep", 0.0),
         ("lockstep", 0.5),
@@ -144,7 +140,7 @@ class Plan:
         ("lockstep", 1.0),
         ("stream", 0.9),
     )
-    seconds: float = 400.0
+    seconds: float = 360.0
 
 
 def run_checks(plan: Plan, device: torch.device) -> Iterator[Check]:
@@ -154,50 +150,6 @@ def run_checks(plan: Plan, device: torch.device) -> Iterator[Check]:
         yield from check_lossless(family, model, tuple(LANE_TYPES), plan.check_tokens, seed=0)
         for seed in range(plan.seeds):
             yield from check_stream(family, model, plan.check_tokens, plan.check_tokens, seed)
-
-
-def measure_generations(
-    model: PreTrainedModel, plan: Plan, deadline: float
-) -> list[dict[str, Any]]:
-    """Whole generations, plain and with scripted drafts; the first row is plain."""
-    ssr_hf.enable(model)
-    text = Dictation.make(model, plan.prompt, plan.thinking, plan.answer)
-    Dictation.make(model, plan.prompt, 8, 8).write(model)
-    plain_seconds, _ = text.write(model)
-    rows: list[dict[str, Any]] = [
-        {"lane": "plain", "p": None, "seconds": plain_seconds, "speedup": 1.0}
-    ]
-    for lane, probability in plan.runs:
-        if time.perf_counter() > deadline:
-            rows.append({"lane": lane, "p": probability, "skipped": "no time was left"})
-            continue
-        config = ssr_hf.SelfSpeculationConfig(
-            end_of_thinking=[MARKER],
-            draft_budget=plan.draft_budget,
-            max_draft_tokens=plan.answer,
-            lane=lane,
-            suffix={"sources": ("draft",)},
-            adaptive=False,
-        )
-        with scripted_drafts(text.answer, probability, model.config.vocab_size):
-            seconds, output = text.write(model, self_speculation=config)
-        stats = output.speculation
-        written = output.sequences[0, text.prompt.shape[1] :].tolist()
-        rows.append(
-            {
-                "lane": lane,
-                "p": probability,
-                "seconds": seconds,
-                "speedup": plain_seconds / seconds,
-                "thinking_seconds": stats.phase_seconds("thinking"),
-                "answer_seconds": stats.phase_seconds("answering"),
-                "forwards": stats.forwards,
-                "accepted_prefix": stats.accepted_prefix,
-                "draft_tokens": stats.draft_tokens,
-                "same_text": written == text.new_ids,
-            }
-        )
-    return rows
 
 
 def measure_model(model: PreTrainedModel, plan: Plan, deadline: float) -> dict[str, Any]:
@@ -221,7 +173,7 @@ def measure_model(model: PreTrainedModel, plan: Plan, deadline: float) -> dict[s
         },
         "verification_ms": measure_verification(model, plan.length, plan.blocks, plan.repeats),
         "memory": measure_memory(model, plan.length, plan.steps),
-        "generations": measure_generations(model, plan, deadline),
+        "generations": measure_generations(model, plan.generation, plan.runs, deadline),
     }
 
 
@@ -287,6 +239,7 @@ def run(
         "overhead_refers_to": {"draft_tokens": DRAFT_TOKENS, "thinking_tokens": THINKING_TOKENS},
         "versions": {
             **{name: version(name) for name in ("ssr-hf", "torch", "transformers")},
+            "flash-attn": version("flash-attn") if is_flash_attn_2_available() else None,
             "cuda": torch.version.cuda,
         },
         "seconds": {"checks": checks_seconds, "all": time.perf_counter() - start},
@@ -296,77 +249,6 @@ def run(
 def describe(device: torch.device) -> str:
     """The device by the name that its vendor gave it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-
-
-def print_tables(result: dict[str, Any], console: Console) -> None:
-    """The result for people."""
-    failed = [check for check in result["checks"] if not check["passed"]]
-    n_passed = len(result["checks"]) - len(failed)
-    console.print(f"{result['device']}, {result['versions']}")
-    console.print(f"{n_passed} of {len(result['checks'])} checks hold")
-    for check in failed:
-        console.print(f"  FAILED {check['name']}: {check['detail']}")
-    for name, model in result["models"].items():
-        title = (
-            f"{name}, {result['dtype']}, {model['attention']}, {result['plan']['length']} tokens"
-        )
-        console.print(steps_table(title, model))
-        console.print(verification_table(model))
-        console.print(generations_table(model))
-
-
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left")
-    return table
-
-
-def steps_table(title: str, model: dict[str, Any]) -> Table:
-    """Steps beside an open draft, what a draft costs and what memory it takes."""
-    overhead = f"% of {THINKING_TOKENS} tokens"
-    table = _table(title, "lane", "step ms", "ms/draft token", "extra ms", overhead, "MB/1k tokens")
-    speed, memory = model["bandwidth"], model["memory"]
-    for name, cost in model["lanes"].items():
-        extra = memory.get(f"{name}_mb_per_1k")
-        table.add_row(
-            name,
-            "waits" if cost["step_ms"] is None else f"{cost['step_ms']:.2f}",
-            f"{cost['draft_ms_per_token']:.2f}",
-            f"{cost['extra_ms_per_token']:.2f}",
-            f"{cost['overhead_percent']:.1f}",
-            "-" if extra is None else f"{extra:.0f}",
-        )
-    ceiling = speed["ceiling_ms"]
-    table.caption = (
-        f"plain step {model['plain_ms']:.2f} ms = {speed['gb_per_second']:.0f} GB/s of weights"
-        + ("" if ceiling is None else f", bandwidth ceiling {ceiling:.2f} ms")
-        + f"; memory by formula at most {memory['formula_mb_per_1k']:.0f} MB/1k tokens"
-    )
-    return table
-
-
-def verification_table(model: dict[str, Any]) -> Table:
-    """Verification by block length."""
-    table = _table("verification", "tokens", "ms", "plain steps")
-    for n_tokens, own_ms in model["verification_ms"].items():
-        table.add_row(str(n_tokens), f"{own_ms:.2f}", f"{own_ms / model['plain_ms']:.2f}")
-    return table
-
-
-def generations_table(model: dict[str, Any]) -> Table:
-    """Whole generations."""
-    table = _table("scripted drafts", "lane", "p", "seconds", "speed-up", "forwards", "answer s")
-    for row in model["generations"]:
-        cells = [row["lane"], "-" if row["p"] is None else f"{row['p']:.1f}"]
-        if "skipped" in row:
-            cells += [row["skipped"]]
-        else:
-            cells += [f"{row['seconds']:.2f}", f"{row['speedup']:.2f}x"]
-            cells += [str(row.get("forwards", "-"))]
-            cells += [f"{row['answer_seconds']:.2f}" if "answer_seconds" in row else "-"]
-        table.add_row(*cells)
-    return table
 
 
 @app.command()

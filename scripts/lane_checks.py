@@ -243,15 +243,21 @@ def check_stream(
 ) -> Iterator[Check]:
     """A draft of the stream lane beside the sequential lane's, while everything is against it."""
     reference = Session(model, length, seed)
+    reference.round()
     expected = reference.run_draft(SequentialLane(reference.target), n_tokens)
-    for place, context in (("default stream", contextlib.nullcontext()), ("own stream", None)):
+    # With little spare room the parent leaves the buffers that the draft reads; else it stays.
+    places = (
+        ("default stream", contextlib.nullcontext(), growth.MINIMUM_SPARE),
+        ("own stream", caller_stream(model.device), 2),
+    )
+    for place, context, spare in places:
         with (
-            context or caller_stream(model.device),
-            # The parent leaves its buffers after a few rounds.
-            mock.patch.object(growth, "MINIMUM_SPARE", 2),
+            context,
+            mock.patch.object(growth, "MINIMUM_SPARE", spare),
             held_up_drafts(model),
         ):
             session = Session(model, length, seed)
+            session.round()  # takes the buffers that the fork is going to share
             lane = StreamLane(session.target)
             draft = session.run_draft(lane, n_tokens, lambda: overwrite_freed_memory(model.device))
         while len(reference.new_ids) < len(session.new_ids):

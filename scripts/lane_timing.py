@@ -228,7 +228,8 @@ def measure_peak(
 
     def look() -> None:
         fork = session.target.last_fork
-        seen.append(held_bytes([session.target] if fork is None else [session.target, fork]))
+        if device.type != "cuda":
+            seen.append(held_bytes([session.target] if fork is None else [session.target, fork]))
 
     if lane_type is None:
         for _ in range(n_tokens):

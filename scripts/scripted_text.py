@@ -11,7 +11,7 @@ import contextlib
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +19,7 @@ import torch
 from lane_timing import MARKER, synchronise
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+import ssr_hf
 from ssr_hf.lanes import DraftWriter
 
 
@@ -58,6 +59,16 @@ class Dictated(LogitsProcessor):
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """Tokens of the parts of a generation; a draft branches after `draft_budget` of `thinking`."""
+
+    prompt: int
+    thinking: int
+    draft_budget: int
+    answer: int
+
+
+@dataclass(frozen=True)
 class Dictation:
     """A prompt and what is written after it: random thinking, the marker, a random answer."""
 
@@ -66,14 +77,15 @@ class Dictation:
     answer: tuple[int, ...]
 
     @classmethod
-    def make(cls, model: PreTrainedModel, prompt: int, thinking: int, answer: int) -> Dictation:
+    def make(cls, model: PreTrainedModel, lengths: Lengths) -> Dictation:
         """Random ids above the marker's."""
         draw = random.Random(0)
         vocab_size = model.config.get_text_config().vocab_size
-        ids = [draw.randrange(MARKER + 1, vocab_size) for _ in range(prompt + thinking + answer)]
-        tensor = torch.tensor([ids[:prompt]], device=model.device)
-        rest = tuple(ids[prompt:])
-        return cls(tensor, rest[:thinking], rest[thinking:])
+        n_ids = lengths.prompt + lengths.thinking + lengths.answer
+        ids = [draw.randrange(MARKER + 1, vocab_size) for _ in range(n_ids)]
+        prompt = torch.tensor([ids[: lengths.prompt]], device=model.device)
+        rest = tuple(ids[lengths.prompt :])
+        return cls(prompt, rest[: lengths.thinking], rest[lengths.thinking :])
 
     @property
     def new_ids(self) -> list[int]:
@@ -96,3 +108,63 @@ class Dictation:
         )
         synchronise(model.device)
         return time.perf_counter() - start, output
+
+
+def measure_generations(
+    model: PreTrainedModel,
+    lengths: Lengths,
+    runs: Sequence[tuple[str, float]],
+    deadline: float,
+) -> list[dict[str, Any]]:
+    """Whole generations, plain first, then with scripted drafts.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        lengths (`Lengths`): Of every run.
+        runs (`Sequence[tuple[str, float]]`): Lane, and probability of a right draft token.
+        deadline (`float`): On the clock of `time.perf_counter`; no run begins after it.
+
+    Returns:
+        `list[dict[str, Any]]`: One row per run; `same_text` says whether it wrote what it should.
+    """
+    ssr_hf.enable(model)
+    text = Dictation.make(model, lengths)
+    Dictation.make(model, replace(lengths, thinking=8, answer=8)).write(model)
+    plain_seconds, _ = text.write(model)
+    rows: list[dict[str, Any]] = [
+        {"lane": "plain", "p": None, "seconds": plain_seconds, "speedup": 1.0}
+    ]
+    for lane, probability in runs:
+        row: dict[str, Any] = {"lane": lane, "p": probability}
+        if time.perf_counter() > deadline:
+            rows.append({**row, "skipped": "no time was left"})
+            continue
+        config = ssr_hf.SelfSpeculationConfig(
+            end_of_thinking=[MARKER],
+            draft_budget=lengths.draft_budget,
+            max_draft_tokens=lengths.answer,
+            lane=lane,
+            suffix={"sources": ("draft",)},
+            adaptive=False,
+        )
+        vocab_size = model.config.get_text_config().vocab_size
+        with scripted_drafts(text.answer, probability, vocab_size):
+            seconds, output = text.write(model, self_speculation=config)
+        written = output.sequences[0, lengths.prompt :].tolist()
+        rows.append({**row, **_figures(seconds, plain_seconds, output.speculation)})
+        rows[-1]["same_text"] = written == text.new_ids
+    return rows
+
+
+def _figures(
+    seconds: float, plain_seconds: float, stats: ssr_hf.SpeculationStats
+) -> dict[str, float]:
+    return {
+        "seconds": seconds,
+        "speedup": plain_seconds / seconds,
+        "thinking_seconds": stats.phase_seconds("thinking"),
+        "answer_seconds": stats.phase_seconds("answering"),
+        "forwards": stats.forwards,
+        "accepted_prefix": stats.accepted_prefix,
+        "draft_tokens": stats.draft_tokens,
+    }

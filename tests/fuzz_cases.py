@@ -19,7 +19,8 @@ from ssr_hf.config import REUSE_MODES, SUFFIX_SOURCES
 from ssr_hf.lanes import LANE_TYPES
 
 LONGEST_PROMPT = 24
-LONGEST_TEXT = 64
+# Tokens that the first runs write: enough to name words, then all that may be compared.
+FIRST_LOOK, LONGEST_TEXT = 16, 64
 N_WEIGHTS = 3
 
 Arguments = dict[str, Any]
@@ -70,13 +71,16 @@ def draw_case(seed: int, number: int, family: str | None = None) -> Case:
     chosen = family or _family(rng)
     case = Case(chosen, rng.randrange(N_WEIGHTS), rng.randrange(2**31), _prompt(rng))
     case.arguments.update(_selection(rng))
-    written = probe(case)
+    written = probe(case, FIRST_LOOK)
     words = _Words(rng, case.prompt[0].tolist(), written)
     case.arguments.update(_processors(rng, words))
     case.witness = rng.choice([None, None, 3, 5])
     # The text has changed; markers and stops are chosen from the one that will be written.
-    words = _Words(rng, case.prompt[0].tolist(), probe(case))
+    words = _Words(rng, case.prompt[0].tolist(), probe(case, LONGEST_TEXT))
     case.settings = _settings(rng, words)
+    if not case.arguments["do_sample"] and rng.random() < 0.1:
+        # Greedy selection ignores it.
+        case.settings["acceptance"] = "rejection_sampling"
     case.arguments.update(_stops(rng, words))
     case.counted = rng.choice([None, None, None, 5, 15])
     case.streams = rng.random() < 0.5
@@ -85,11 +89,11 @@ def draw_case(seed: int, number: int, family: str | None = None) -> Case:
     return case
 
 
-def probe(case: Case) -> list[int]:
-    """What plain `generate` writes for the case as far as it is drawn."""
+def probe(case: Case, n_tokens: int) -> list[int]:
+    """The first tokens that plain `generate` writes for the case as far as it is drawn."""
     model = build_model(case.family, case.weights)
     torch.manual_seed(case.seed)
-    arguments = {**case.arguments, "max_new_tokens": LONGEST_TEXT}
+    arguments = {**case.arguments, "max_new_tokens": n_tokens}
     mask = torch.ones_like(case.prompt)
     try:
         sequences = model.generate(case.prompt, attention_mask=mask, **arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -129,13 +129,14 @@ def _budget(case: Case) -> ssr_hf.ThinkingBudgetLogitsProcessor:
 
 @dataclass(frozen=True)
 class Report:
-    """The verdict on a case: `"same"`, `"both failed"`, `"tie"` or `"different"`, and why."""
+    """The verdict on a case: `"same"`, `"both failed"`, `"tie"` or `"different"`, and why.
+
+    `figures` counts what speculation did: a series in which nothing was accepted shows nothing.
+    """
 
     verdict: str
     reason: str = ""
-    n_tokens: int = 0
-    n_forwards: int = 0
-    n_drafts: int = 0
+    figures: dict[str, int] = field(default_factory=dict)
 
 
 def check(case: Case) -> Report:
@@ -151,12 +152,17 @@ def check(case: Case) -> Report:
             return Report("tie")
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return Report("different", f"{error or frame.line}")
-    ids = _ids(fast)
     stats = getattr(fast.output, "speculation", None)
-    n_tokens = ids.shape[1] - case.n_padding - case.prompt.shape[1]
     if stats is None:
-        return Report("same", n_tokens=n_tokens)
-    return Report("same", "", n_tokens, stats.forwards, len(stats.drafts))
+        return Report("same")
+    figures = {
+        "tokens": stats.new_tokens,
+        "forwards": stats.forwards,
+        "drafts": len(stats.drafts),
+        "accepted_prefix": stats.accepted_prefix,
+        "suffix_accepted": stats.suffix_accepted,
+    }
+    return Report("same", figures=figures)
 
 
 def _compare_errors(plain: Outcome, fast: Outcome) -> Report:

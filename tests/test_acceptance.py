@@ -133,28 +133,6 @@ def _texts(run: Callable[[], tuple[int, ...]]) -> dict[tuple[int, ...], float]:
     return distribution
 
 
-def _config(**settings: Any) -> SelfSpeculationConfig:
-    defaults = {"acceptance": "rejection_sampling", "end_of_thinking": [MARKER], "adaptive": False}
-    return SelfSpeculationConfig(**{**defaults, **settings})
-
-
-def _sample(
-    prompt: Tensor, n_tokens: int, config: SelfSpeculationConfig | None, thinking_budget: int
-) -> tuple[int, ...]:
-    """New tokens, sampled plainly where `config` is None."""
-    model = _three_token_model()
-    arguments: dict[str, Any] = {"self_speculation": config}
-    if config is None:
-        markers = ThinkingMarkers(start=(), end=((MARKER,),))
-        budget = ThinkingBudgetLogitsProcessor(markers, thinking_budget, prompt.shape[1])
-        arguments = {"logits_processor": [budget]}
-    with enabled(model):
-        output = generate(
-            model, prompt, do_sample=True, top_k=0, max_new_tokens=n_tokens, **arguments
-        )
-    return tuple(output.sequences[0, prompt.shape[1] :].tolist())
-
-
 # Prompt, new tokens, settings.
 ENUMERATED: dict[str, tuple[list[int], int, dict[str, Any]]] = {
     # The draft is verified as a whole.
@@ -174,16 +152,40 @@ ENUMERATED: dict[str, tuple[list[int], int, dict[str, Any]]] = {
 }
 
 
+def _config(case: str, acceptance: str = "rejection_sampling") -> SelfSpeculationConfig:
+    return SelfSpeculationConfig(
+        acceptance=acceptance,
+        end_of_thinking=[MARKER],
+        max_draft_tokens=2,
+        suffix={"max_match": 4, "factor": 4.0},
+        adaptive=False,
+        **ENUMERATED[case][2],
+    )
+
+
+def _sample(case: str, config: SelfSpeculationConfig | None) -> Any:
+    """The output of one generation, a plain one where `config` is None."""
+    prompt_ids, n_tokens, settings = ENUMERATED[case]
+    arguments: dict[str, Any] = {"self_speculation": config}
+    if config is None:
+        markers = ThinkingMarkers(start=(), end=((MARKER,),))
+        budget = settings["thinking_budget"]
+        processor = ThinkingBudgetLogitsProcessor(markers, budget, len(prompt_ids))
+        arguments = {"logits_processor": [processor]}
+    arguments |= {"do_sample": True, "top_k": 0, "max_new_tokens": n_tokens}
+    with enabled(_three_token_model()) as model:
+        return generate(model, torch.tensor([prompt_ids]), **arguments)
+
+
+def _text(case: str, config: SelfSpeculationConfig | None) -> tuple[int, ...]:
+    return tuple(_sample(case, config).sequences[0, len(ENUMERATED[case][0]) :].tolist())
+
+
 @pytest.mark.parametrize("case", ENUMERATED)
 def test_every_text_has_its_exact_probability(case: str) -> None:
     """A judgement, a residual or a decision that depends on tokens still to be judged."""
-    prompt_ids, n_tokens, settings = ENUMERATED[case]
-    prompt = torch.tensor([prompt_ids])
-    budget = settings["thinking_budget"]
-    suffix = {"max_match": 4, "factor": 4.0}
-    config = _config(**{"max_draft_tokens": 2, "suffix": suffix, **settings})
-    plain = _texts(lambda: _sample(prompt, n_tokens, None, budget))
-    judged = _texts(lambda: _sample(prompt, n_tokens, config, budget))
+    plain = _texts(lambda: _text(case, None))
+    judged = _texts(lambda: _text(case, _config(case)))
     distance = sum(abs(plain.get(text, 0.0) - judged.get(text, 0.0)) for text in plain | judged)
     assert len(plain) > 30
     assert distance / 2 < TOLERANCE
@@ -191,12 +193,9 @@ def test_every_text_has_its_exact_probability(case: str) -> None:
 
 def test_real_draws_have_the_exact_distribution() -> None:
     """Drafts that repeat from call to call, or share their draws with the text."""
-    prompt_ids, n_tokens, settings = ENUMERATED["one draft"]
-    prompt = torch.tensor([prompt_ids])
-    exact = _texts(lambda: _sample(prompt, n_tokens, None, settings["thinking_budget"]))
-    config = _config(max_draft_tokens=2, **settings)
+    exact = _texts(lambda: _text("one draft", None))
     torch.manual_seed(1)
-    counts = Counter(_sample(prompt, n_tokens, config, 0) for _ in range(N_SAMPLES))
+    counts = Counter(_text("one draft", _config("one draft")) for _ in range(N_SAMPLES))
     assert not counts.keys() - exact.keys()
     assert _chi_square_tail(exact, counts) > FALSE_ALARM
 
@@ -219,15 +218,12 @@ def _chi_square_tail(
 
 def test_same_seed_same_text_and_other_drafts_in_the_next_call() -> None:
     """A run that cannot be repeated, or drafts that every call of a loop would share."""
-    device = torch.device("cpu")
-    prompt_ids, n_tokens, settings = ENUMERATED["bootstrapped"]
     texts, seeds = [], []
     for _ in range(2):
         torch.manual_seed(5)
         for _ in range(4):
-            seeds.append(draft_seed(device))
-            config = _config(max_draft_tokens=2, **settings)
-            texts.append(_sample(torch.tensor([prompt_ids]), n_tokens, config, 0))
+            seeds.append(draft_seed(torch.device("cpu")))
+            texts.append(_text("bootstrapped", _config("bootstrapped")))
     assert texts[:4] == texts[4:]
     assert seeds[:4] == seeds[4:]
     assert len(set(seeds)) == 4
@@ -294,22 +290,9 @@ def test_processors_see_every_emitted_token_once(schedule: dict[str, Any]) -> No
 
 def test_sampled_drafts_are_accepted_more_often_than_greedy_ones() -> None:
     """The reason for the rule: sum(min(p, q)) instead of p at the likeliest token of q."""
-    prompt_ids, n_tokens, settings = ENUMERATED["one draft"]
     accepted = []
     for rule in ("exact_match", "rejection_sampling"):
-        config = _config(max_draft_tokens=2, acceptance=rule, **settings)
         torch.manual_seed(0)
-        with enabled(_three_token_model()) as model:
-            runs = (
-                generate(
-                    model,
-                    torch.tensor([prompt_ids]),
-                    do_sample=True,
-                    top_k=0,
-                    max_new_tokens=n_tokens,
-                    self_speculation=config,
-                )
-                for _ in range(N_SAMPLES // 4)
-            )
-            accepted.append(sum(run.speculation.accepted_prefix for run in runs))
+        runs = (_sample("one draft", _config("one draft", rule)) for _ in range(N_SAMPLES // 4))
+        accepted.append(sum(run.speculation.accepted_prefix for run in runs))
     assert accepted[1] > accepted[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from families import FAMILIES, SLIDING_WINDOW, build_model, random_prompt
 from helpers import TOLERANCE, layer_states
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ssr_hf.cache import growth
@@ -298,3 +299,33 @@ def test_blocks_are_causal_on_a_filled_cache(family: str, attention: str) -> Non
     difference = (logits - other).abs().amax(dim=(0, 2)) / logits.std()
     assert (difference[:-1] < TOLERANCE).all()
     assert difference[-1] > 0.1
+
+
+def test_layers_may_lie_on_several_devices() -> None:
+    """Index or padding tensors tied to the device of the first layer."""
+    cache = DynamicCache()
+    for index, device in enumerate(("cpu", "meta")):
+        cache.update(*(torch.zeros(1, 2, 5, 8, device=device) for _ in range(2)), index)
+    child = fork(cache)
+    add_row(cache, CPU)
+    retire_row(cache, CPU)
+    for index, device in enumerate(("cpu", "meta")):
+        child.update(*(torch.zeros(1, 2, 3, 8, device=device) for _ in range(2)), index)
+    join(cache, child, 3)
+    assert [layer.keys.shape[0] for layer in cache.layers] == [2, 2]
+    retire_row(cache, CPU)
+    strip_padding(cache, 3)
+    growth.amortise(cache)
+    growth.settle(cache, keeps_content=True)
+    assert [layer.keys.device.type for layer in cache.layers] == ["cpu", "meta"]
+    assert [tuple(layer.keys.shape) for layer in cache.layers] == [(1, 2, 5, 8)] * 2
+
+
+def test_no_removed_name_of_the_host_is_used() -> None:
+    """Names of the cache that the host has dropped or is dropping."""
+    removed = ("key_cache", "value_cache", "from_legacy_cache", "past_key_values", "cache_params")
+    sources = [path for path in Path(growth.__file__).parents[1].rglob("*.py")]
+    assert len(sources) > 20
+    for path in sources:
+        text = path.read_text(encoding="utf-8")
+        assert not [name for name in removed if name in text], path

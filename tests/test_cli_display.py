@@ -256,7 +256,7 @@ def test_result_table(width: int) -> None:
     comparison = Comparison(plain=run_of(1200.0, None), speculative=run_of(300.0, STATS))
     console = terminal(width)
     console.print(comparison_table(medians([comparison])))
-    console.print(drafts_line(STATS))
+    console.print(drafts_line(STATS, "shown above: "))
     lines = plain_lines(console)
     assert max(map(cell_len, lines)) <= width
     speed_up = next(line for line in lines if "speed-up" in line).split()
@@ -264,7 +264,7 @@ def test_result_table(width: int) -> None:
     assert next(line for line in lines if "plain generate" in line).split()[2:] == [
         "12", "12", "1200.00", "300.00", "900.00",
     ]  # fmt: skip
-    assert "1 draft: 4/6 tokens accepted at once" in lines[-1]
+    assert "1 draft, 4/6 accepted" in lines[-1]
 
 
 def test_table_without_an_answer() -> None:

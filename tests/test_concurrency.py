@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from families import build_model, random_prompt
-from helpers import LANES, declare, enabled, generate, run_fast
+from helpers import LANES, declare, enabled, generate, pair_tokenizer, run_fast
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -125,3 +126,25 @@ def test_a_call_inside_of_a_call(lane: str) -> None:
     for sequences in (outer, *nested.results):
         assert torch.equal(sequences, outer)
     assert outer[0, 9:].tolist() == list(declared.new_ids)
+
+
+def test_threads_share_a_tokenizer() -> None:
+    """A fast tokenizer that is "already borrowed" while several threads look for markers."""
+    model = build_model("lfm2")
+    declared = declare("lfm2", n_new=6)
+    tokenizer = pair_tokenizer()
+    config = declared.config(draft_interval=5, max_draft_tokens=5)
+    texts = (tokenizer.decode(declared.marker), tokenizer.decode(list(declared.new_ids[20:22])))
+    configs = [replace(config, end_of_thinking=text) for text in texts * 2]
+
+    def task(config: SelfSpeculationConfig) -> Callable[[], Any]:
+        def run() -> Any:
+            arguments = {"tokenizer": tokenizer, "stop_strings": ["pppp"]}
+            output = generate(model, declared.prompt, self_speculation=config, **arguments)
+            return output.sequences[0, 9:].tolist()
+
+        return run
+
+    with enabled(model):
+        results = _in_threads([task(config) for config in configs])
+    assert results == [list(declared.new_ids)] * 4

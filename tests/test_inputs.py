@@ -369,3 +369,24 @@ def test_sixteen_bit_differs_at_ties_only(family: str, dtype: torch.dtype) -> No
         best, second = scores.topk(2).values.tolist()
         assert (best - second) / scores.std().item() < 0.1
     assert len(fast) == len(plain)
+
+
+def test_rounding_that_depends_on_the_number_of_rows() -> None:
+    """Kernels that round a block in another way than a step: it ends, and counts what it did."""
+    model = copy.deepcopy(build_model("llama"))
+    linear = model.lm_head.forward
+
+    def noisy(states: Tensor) -> Tensor:
+        n_rows = states.numel() // states.shape[-1]
+        noise = torch.randn(256, generator=torch.Generator().manual_seed(n_rows))
+        logits: Tensor = linear(states)
+        return logits + 0.3 * logits.std() * noise
+
+    model.lm_head.forward = noisy
+    declared = declare("llama")
+    with scripted_drafts(true_up_to(declared.answer, 30)):
+        fast = run_fast(model, declared.prompt, declared.config())
+    assert fast.speculation is not None
+    assert fast.sequences.shape[1] == PROMPT_LENGTH + 48
+    assert fast.speculation.new_tokens == 48
+    assert fast.cache.get_seq_length() == PROMPT_LENGTH + 47

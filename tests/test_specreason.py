@@ -9,6 +9,8 @@ from helpers import RecordingStreamer
 from scripted import LAYERS
 from stories import END, EOS, INTERLUDE, PROMPT, Story, models, plain, tell
 
+from ssr_hf.specreason.writer import FEW_UNREAD
+
 CASES = ("same", "padded", "different")
 everywhere = pytest.mark.parametrize(
     ("kind", "case"), [(kind, case) for kind in LAYERS for case in CASES]
@@ -64,8 +66,26 @@ def test_an_accepted_step_costs_one_forward(kind: str, case: str) -> None:
     rounds = told.output.speculation.rounds
     assert [r.source for r in rounds[1:4]] == ["step"] * 3
     assert sum(r.n_committed for r in rounds) == told.output.speculation.new_tokens
-    # The small model reads nothing again that it has written itself.
+
+
+@everywhere
+def test_the_small_model_reads_nothing_twice(kind: str, case: str) -> None:
+    """Dropping its state after an accepted step costs a forward over what it wrote itself."""
+    story = Story(small={"": "a first step of some length."})
+    told = tell(story, kind, case, threshold=0)
     n_written = len(told.small.tokenizer.encode(told.thinking + END, add_special_tokens=False))
+    assert n_written > FEW_UNREAD
+    assert told.small.n_forwards == 1 + n_written
+
+
+@everywhere
+def test_the_small_model_catches_up_in_one_forward(kind: str, case: str) -> None:
+    """What the base model wrote must not be read token by token."""
+    story = Story(small={"b1.": "s2."}, base={"": "a first step of some length.", "length.": "b1."})
+    told = tell(story, kind, case, first_base_steps=1)
+    n_written = len(told.small.tokenizer.encode(END, add_special_tokens=False))
+    assert told.authors == ["base", "assistant"]
+    # The prompt with the base model's step, and one per token of the marker.
     assert told.small.n_forwards == 1 + n_written
 
 

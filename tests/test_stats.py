@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from families import build_model
-from helpers import LANES, assert_same, declare, run_both, scripted_drafts, true_up_to
+from helpers import (
+    LANES,
+    assert_same,
+    declare,
+    run_both,
+    run_fast,
+    scripted_drafts,
+    true_up_to,
+)
+from torch import Tensor
 
+import ssr_hf
 from ssr_hf import SpeculationStats
 from ssr_hf.records import BranchPoint, Candidates, Draft, DraftStatus, Verdict
 from ssr_hf.stats import Recorder
@@ -127,3 +140,29 @@ def test_recorder_keeps_the_order_and_one_note_of_a_kind() -> None:
     assert stats.draft_tokens == 1
     assert stats.drafts[0].accepted_prefix == 1
     assert stats.drafts[0].status == "cut"
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_next"])
+def test_one_transfer_per_round_and_row(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device and host that wait for each other more than once per forward."""
+    counts = {"package": 0}
+
+    def count(name: str) -> None:
+        original = getattr(Tensor, name)
+
+        def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_code.co_filename
+            counts["package"] += str(Path(ssr_hf.__file__).parent) in caller
+            return original(tensor, *args, **kwargs)
+
+        monkeypatch.setattr(Tensor, name, counted)
+
+    declared = declare(family)
+    run_fast(build_model(family), declared.prompt, declared.config())  # the probe of the model
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__"):
+        count(name)
+    fast = run_fast(build_model(family), declared.prompt, declared.config())
+    assert fast.speculation is not None
+    n_rows = sum(r.rows for r in fast.speculation.rounds)
+    # Besides: the ids of the prompt, those of the draft's own text, and the largest position.
+    assert fast.speculation.forwards <= counts["package"] <= n_rows + 3

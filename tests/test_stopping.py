@@ -368,7 +368,8 @@ def test_thinking_that_ends_before_the_budget() -> None:
     assert not pair.stats.drafts
 
 
-def test_positions_never_pass_the_models_limit() -> None:
+@pytest.mark.parametrize("prompt_as", ["ids", "embeddings"])
+def test_positions_never_pass_the_models_limit(prompt_as: str) -> None:
     """Candidates fed at positions that an absolute-position model does not have."""
     n_positions = 40
     model = FAMILIES["gpt2"].builder()
@@ -383,7 +384,18 @@ def test_positions_never_pass_the_models_limit() -> None:
     speculation = SelfSpeculationConfig(
         end_of_thinking=[ids[8]], draft_budget=2, max_draft_tokens=500, adaptive=False
     )
-    pair = run_both(model, prompt, speculation, max_new_tokens=n_new)
+    # The limit of the call lies beyond that of the model.
+    arguments: dict[str, Any] = {"max_new_tokens": 500}
+    if prompt_as == "embeddings":
+        arguments["inputs_embeds"] = model.get_input_embeddings()(prompt).detach()
+        arguments["attention_mask"] = torch.ones_like(prompt)
+    pair = run_both(
+        model,
+        prompt if prompt_as == "ids" else None,
+        speculation,
+        fresh=lambda: {"stopping_criteria": StoppingCriteriaList([PrefixCriterion(n_new)])},
+        **arguments,
+    )
     assert_same(pair)
     assert pair.stats.drafts
     assert pair.stats.suffix_accepted > 0

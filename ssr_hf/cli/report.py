@@ -83,8 +83,8 @@ def drafts_line(stats: ssr_hf.SpeculationStats, label: str = "") -> Text:
     n_drafts = len(stats.drafts)
     parts = [f"{n_drafts} draft{'' if n_drafts == 1 else 's'}"]
     if n_drafts:
-        parts[0] += f": {stats.accepted_prefix}/{stats.draft_tokens} tokens accepted at once"
-    parts.append(f"suffix matches: {stats.suffix_accepted}/{stats.suffix_proposed} accepted")
+        parts[0] += f", {stats.accepted_prefix}/{stats.draft_tokens} accepted"
+    parts.append(f"suffix matches, {stats.suffix_accepted}/{stats.suffix_proposed} accepted")
     if not stats.thinking_ended:
         parts.append("thinking did not end")
     return Text(f"  {label}{' · '.join(parts)}", "dim")
