@@ -62,6 +62,8 @@ class Story:
         def say(text: str) -> str:
             if text.endswith(SCORE_PROMPT):
                 return str(self.scores.get(_last_step(text[: -len(SCORE_PROMPT)]), 9))
+            # Another model's markers mean the same to it.
+            text = text.replace("[THINK]", "<think>").replace("[/THINK]", END)
             block = text.rpartition("<think>\n")[2]
             if END in block:
                 is_last = text.count(END) >= self.blocks
@@ -117,9 +119,14 @@ class Told:
 
 
 def models(story: Story, kind: str, case: str) -> tuple[ScriptedModel, ScriptedModel]:
-    """Base and small model; `case` is how their tokenizers differ."""
+    """Base and small model; `case` is how their tokenizers differ.
+
+    `"same"`; `"padded"`, with a wider vocabulary of the small one; `"different"`, where the small
+    one has no thinking markers; `"marked"`, where it has other ones.
+    """
     tokenizer = family_tokenizer("qwen3")
-    other = foreign_tokenizer() if case == "different" else tokenizer
+    others = {"different": foreign_tokenizer, "marked": lambda: family_tokenizer("magistral")}
+    other = others[case]() if case in others else tokenizer
     base = ScriptedModel(story.script(story.base), tokenizer, kind, size=2)
     padding = 8 if case == "padded" else 0
     return base, ScriptedModel(story.script(story.small), other, kind, padding)

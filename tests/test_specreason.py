@@ -148,10 +148,30 @@ def test_marker_by_the_base_model(kind: str, case: str) -> None:
 def test_stray_marker() -> None:
     """Text behind a marker inside a step would be read as the beginning of the answer."""
     story = Story(small={"": f"s0{END}and more."})
-    for case in CASES:
+    # With other markers, the small model does not know what it writes.
+    for case in (*CASES, "marked"):
         told = tell(story, case=case)
         assert told.text == f"s0{END}{story.answer}"
         assert told.authors == ["assistant"]
+
+
+@pytest.mark.parametrize("case", ["different", "marked"])
+def test_end_of_sequence_of_the_base_model_as_text(case: str) -> None:
+    """Text of the small model that the base model's tokenizer reads as EOS would end everything."""
+    story = Story(small={"": f"s0{EOS}"}, base={"": "s0b."})
+    told = tell(story, case=case)
+    assert told.thinking == "s0b.\n\n"
+    assert told.authors[:2] == ["assistant", "base"]
+    assert told.answer == story.answer
+
+
+def test_blank_steps_are_left_to_the_base_model() -> None:
+    """White space up to the longest step says nothing that could be scored."""
+    story = Story(small={"": "       x."}, base={"": "b0."})
+    told = tell(story, max_step_tokens=5)
+    assert told.thinking == "b0.\n\n"
+    assert told.authors == ["base", "assistant"]
+    assert told.steps[0].score is None
 
 
 @everywhere

@@ -377,11 +377,12 @@ def test_half_a_character_is_not_handed_over() -> None:
 
 
 @pytest.mark.parametrize("case", ["same", "different"])
-@pytest.mark.parametrize("threshold", [0, 10])
-def test_characters_stay_whole_at_the_longest_step(case: str, threshold: int) -> None:
+@pytest.mark.parametrize(("threshold", "n_base"), [(0, 0), (10, 0), (0, 1)])
+def test_characters_stay_whole_at_the_longest_step(case: str, threshold: int, n_base: int) -> None:
     """Both models go on behind a whole character, whoever wrote it."""
     story = Story(small={"": "né→東."}, base={"": "né→東."})
-    told = tell(story, case=case, threshold=threshold, max_step_tokens=4)
+    limits = {"max_step_tokens": 4, "first_base_steps": n_base}
+    told = tell(story, case=case, threshold=threshold, **limits)
     assert told.thinking == "né→東.\n\n"
 
 
