@@ -10,12 +10,13 @@ from rich.table import Table
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
     """The result for people."""
-    failed = [check for check in result["checks"] if not check["passed"]]
-    n_passed = len(result["checks"]) - len(failed)
+    checks = result["checks"]
     console.print(f"{result['device']}, {result['versions']}")
-    console.print(f"{n_passed} of {len(result['checks'])} checks hold")
-    for check in failed:
-        console.print(f"  FAILED {check['name']}: {check['detail']}")
+    console.print(f"{sum(check['passed'] for check in checks)} of {len(checks)} checks hold")
+    for check in checks:
+        if check["detail"]:
+            state = "" if check["passed"] else "FAILED "
+            console.print(f"  {state}{check['name']}: {check['detail']}")
     for name, model in result["models"].items():
         title = (
             f"{name}, {result['dtype']}, {model['attention']}, {result['plan']['length']} tokens"

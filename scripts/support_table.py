@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from ssr_hf.cache.layers import LAYER_KINDS
 from ssr_hf.cache.support import UNSUPPORTED_CACHES, Unsupported, cache_support
 from ssr_hf.lanes import LANE_TYPES
+from ssr_hf.lanes.concurrency import HAZARDS
 from ssr_hf.markers import PRESETS
 
 BEGIN = "<!-- support: written by scripts/support_table.py -->"
@@ -30,7 +31,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def render() -> str:
     """The whole section."""
-    return "\n\n".join((_caches(), _markers(), _lanes()))
+    return "\n\n".join((_caches(), _markers(), _lanes(), _hazards()))
 
 
 def _caches() -> str:
@@ -64,6 +65,11 @@ def _markers() -> str:
 def _lanes() -> str:
     rows = [(_code([name]), _first_sentence(lane)) for name, lane in LANE_TYPES.items()]
     return _table(("lane", "how drafts run"), rows)
+
+
+def _hazards() -> str:
+    lines = [f"- {hazard.reason}" for hazard in HAZARDS]
+    return "\n".join(["The lane `stream` is refused for a model if", "", *lines])
 
 
 def _first_sentence(documented: type) -> str:

@@ -182,17 +182,17 @@ def _allowed(modulus: int) -> Callable[[int, torch.Tensor], list[int]]:
 def _settings(rng: random.Random, words: _Words) -> Arguments:
     """Of `SelfSpeculationConfig`: schedules that fit into a text of some 60 tokens."""
     settings: Arguments = {
-        "end_of_thinking": words.span(rng.choice([1, 1, 2, 4]), earliest=0.1),
+        "end_of_thinking": words.span(rng.choice([1, 1, 2, 4]), earliest=0.2),
         "draft_budget": rng.choice([1, 2, 3, 5, 8, 13, (1, 2), (3, 9), (2, 5, 20)]),
-        "max_draft_tokens": rng.choice([1, 2, 3, 8, 20, 200]),
+        "draft_interval": rng.choice([None, None, 1, 2, 5, 11]),
+        "max_draft_tokens": rng.choice([1, 2, 3, 5, 8, 20, 200]),
         "lane": rng.choice(["auto", *LANE_TYPES]),
-        "reuse": rng.choice([*REUSE_MODES, "prefix+suffix", "prefix+suffix"]),
+        "reuse": rng.choice([*REUSE_MODES, *["prefix+suffix"] * 6]),
         "adaptive": rng.random() < 0.2,
     }
     settings |= _some(
         rng,
         start_of_thinking=lambda: words.span(2),
-        draft_interval=lambda: rng.choice([1, 2, 5, 11]),
         thinking_budget=lambda: rng.choice([0, 2, 4, 10, 14, 25, 40]),
         suffix=lambda: {
             "max_match": rng.choice([1, 2, 4, 16]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES
+from stream_watch import before_forward, wait_for_draft
 from transformers import PreTrainedModel, Qwen3Config
 
 import ssr_hf
+from ssr_hf.cache.support import Unsupported
 from ssr_hf.errors import UnsupportedError
 from ssr_hf.lanes import LANE_TYPES
 from ssr_hf.lanes.sequential import SequentialLane
@@ -51,7 +52,8 @@ def exact_float32() -> Iterator[None]:
 def test_every_lane_is_lossless(family: str) -> None:
     """Kernels, random numbers or memory of the device that a lane uses in another way."""
     model = lane_checks.build_small(family, CUDA)
-    checks = list(lane_checks.check_lossless(family, model, tuple(LANE_TYPES), 64, seed=1))
+    lanes = gpu_check.supported_lanes(model)
+    checks = list(lane_checks.check_lossless(family, model, lanes, 64, seed=1))
     assert all(check.passed for check in checks), [c for c in checks if not c.passed]
 
 
@@ -60,6 +62,9 @@ def test_every_lane_is_lossless(family: str) -> None:
 def test_stream_lane_with_everything_against_it(family: str, seed: int) -> None:
     """A tensor that crosses streams without being recorded, or is read before it is written."""
     model = lane_checks.build_small(family, CUDA)
+    support = StreamLane.support(model)
+    if isinstance(support, Unsupported):
+        pytest.skip(f"the stream lane refuses this model: {support.reason}")
     checks = list(lane_checks.check_stream(family, model, 64, 64, seed))
     assert all(check.passed for check in checks), [c for c in checks if not c.passed]
 
@@ -90,21 +95,25 @@ def test_sampled_drafts_are_judged_in_the_parents_stream() -> None:
         config = {
             "end_of_thinking": [declared.new_ids[declared.n_thinking]],
             "draft_budget": 4,
+            "draft_interval": 6,
             "max_draft_tokens": 8,
             "acceptance": "rejection_sampling",
             "lane": lane,
             "adaptive": False,
         }
-        with lane_checks.held_up_drafts(model) if lane == "stream" else contextlib.nullcontext():
+        # How far a draft comes must not depend on time: it is part of what is judged.
+        with before_forward(model, wait_for_draft):
             texts[lane] = lane_checks.new_tokens(
                 model,
                 declared.prompt,
                 seed=0,
-                max_new_tokens=declared.n_thinking,
+                max_new_tokens=64,
                 self_speculation=config,
                 **lane_checks.SAMPLED,
             )
     assert texts["stream"] == texts["sequential"]
+    n_thinking = declared.n_thinking + 1
+    assert texts["stream"][:n_thinking] == declared.new_ids[:n_thinking]
 
 
 @pytest.mark.parametrize("lane", ["lockstep", "stream"])

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from ssr_hf.cache.growth import GrowingKind
 from ssr_hf.cache.layers import ConcatenatingKind
+from ssr_hf.cache.support import Unsupported
 from ssr_hf.lanes import LANE_TYPES
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -164,7 +165,7 @@ def test_no_generation_begins_after_the_deadline(model) -> None:
 
 
 @pytest.mark.parametrize("lane", ["lockstep", "stream"])
-@pytest.mark.parametrize(("length", "n_tokens"), [(20, 10), (400, 60), (600, 200)])
+@pytest.mark.parametrize(("length", "n_tokens"), [(20, 10), (400, 60), (560, 40)])
 def test_memory_of_a_draft_is_within_its_formula(
     model, lane: str, length: int, n_tokens: int
 ) -> None:
@@ -194,3 +195,13 @@ def test_bandwidth_counts_the_weights_that_a_step_reads(is_tied: bool) -> None:
     assert found["weights_gb"] == pytest.approx((body + table) / 1e9)
     assert found["gb_per_second"] == pytest.approx(1e3 * found["weights_gb"])
     assert found["ceiling_ms"] is None
+
+
+def test_a_refused_lane_is_reported_and_not_run() -> None:
+    """Kernels that are not safe in two threads: the script would crash, or claim a check."""
+    refusal = Unsupported("because", "lane='lockstep'")
+    with mock.patch.object(LANE_TYPES["stream"], "support", return_value=refusal):
+        checks = list(gpu_check.run_checks(PLAN, CPU))
+    assert all(check.passed for check in checks)
+    about_stream = [check for check in checks if "stream" in check.name]
+    assert [check.detail for check in about_stream] == ["refused: because"]

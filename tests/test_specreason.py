@@ -349,6 +349,10 @@ def test_second_block_of_thinking(kind: str, case: str) -> None:
     block = f"s0.\n\n{END}"
     assert told.text == f"{block}{INTERLUDE}{block}{APART.answer}"
     assert told.authors == ["assistant"] * 4
+    # A block that the base model closes leaves nothing behind for the next one.
+    told = tell(Story(small={"": "s0."}, scores={END: 0}, blocks=2), kind, case)
+    assert told.text == f"{block}{INTERLUDE}{block}{APART.answer}"
+    assert told.authors == ["assistant", "base"] * 2
 
 
 def test_statistics() -> None:

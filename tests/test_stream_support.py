@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from unittest import mock
 
@@ -95,6 +96,12 @@ def switching_experts() -> PreTrainedModel:
     return model
 
 
+def hub_kernels() -> PreTrainedModel:
+    model = fresh().to("meta")
+    model._use_kernels = True
+    return model
+
+
 def spread() -> PreTrainedModel:
     model = fresh()
     model.lm_head.to("meta")
@@ -111,6 +118,7 @@ REFUSED: dict[str, list[Callable[[], PreTrainedModel]]] = {
     "its shards": [sharded],
     "its rotary positions": [dynamic_positions, long_positions],
     "generate switches its experts": [switching_experts],
+    "its Triton kernels": [hub_kernels],
     "its weights lie on several devices": [spread],
     "its device is neither": [without_streams],
 }
@@ -177,6 +185,22 @@ def test_hooks_that_leave_weights_in_place_are_supported() -> None:
     aligned = AlignDevicesHook(execution_device="cpu", io_same_device=True)
     add_hook_to_module(model, SequentialHook(aligned, AlignDevicesHook()))
     assert StreamLane.support(model) == Supported()
+
+
+@pytest.mark.parametrize("package", [None, "fla", "mamba_ssm"])
+@pytest.mark.parametrize("family", ["llama", "lfm2", "qwen3_5", "mamba2"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_kernels_that_tune_themselves_are_foreseen(
+    device: str, family: str, package: str | None
+) -> None:
+    """Triton's autotuner keeps a call's arguments on the kernel: two threads crash in it."""
+    model = fresh(family).to(device)
+    with mock.patch.object(
+        importlib.util, "find_spec", lambda name: name if name == package else None
+    ):
+        support = StreamLane.support(model)
+    refused = not support.supported and support.reason.startswith("its Triton kernels")
+    assert refused == (device != "cpu" and FAMILIES[family].is_recurrent and package is not None)
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])

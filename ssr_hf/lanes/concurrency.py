@@ -7,6 +7,7 @@ says no.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 OWN_FORWARD = "Use lane='lockstep', where a draft rides in the forward of its parent"
 STREAM_DEVICES = ("cpu", "cuda")
+# Whose kernels the host runs for recurrent layers, where they are installed.
+TUNING_PACKAGES = ("fla", "mamba_ssm")
 
 
 class Hazard(NamedTuple):
@@ -85,6 +88,13 @@ def _switches_experts(model: PreTrainedModel) -> bool:
     )
 
 
+def _tunes_kernels(model: PreTrainedModel) -> bool:
+    if model.device.type == "cpu":
+        return False
+    packages = any(importlib.util.find_spec(name) is not None for name in TUNING_PACKAGES)
+    return bool(model.use_kernels or (model._is_stateful and packages))
+
+
 def _is_spread(model: PreTrainedModel) -> bool:
     return len({parameter.device for parameter in model.parameters()}) > 1
 
@@ -105,6 +115,10 @@ HAZARDS = (
         _switches_experts,
         "generate switches its experts from grouped_mm to batched_mm while decoding",
         "Use lane='lockstep', or load the model with experts_implementation='batched_mm'",
+    ),
+    Hazard(
+        _tunes_kernels,
+        "its Triton kernels tune themselves when they are called, which is not safe in two threads",
     ),
     Hazard(
         _is_spread, "its weights lie on several devices, and the second stream is on one of them"
