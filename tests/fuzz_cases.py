@@ -157,6 +157,7 @@ def _processors(rng: random.Random, words: _Words) -> Arguments:
         return {}
     return _some(
         rng,
+        chance=0.12,
         repetition_penalty=lambda: rng.choice([0.9, 1.1, 1.5]),
         encoder_repetition_penalty=lambda: rng.choice([0.8, 1.2]),
         no_repeat_ngram_size=lambda: rng.choice([2, 3, 4]),
@@ -261,6 +262,6 @@ def _place_prompt(rng: random.Random, case: Case) -> None:
         case.n_cached = rng.randint(1, case.prompt.shape[1] - 1)
 
 
-def _some(rng: random.Random, **options: Callable[[], Any]) -> Arguments:
-    """Each option with a chance of one in four."""
-    return {name: draw() for name, draw in options.items() if rng.random() < 0.25}
+def _some(rng: random.Random, chance: float = 0.25, **options: Callable[[], Any]) -> Arguments:
+    """Each option with the same chance."""
+    return {name: draw() for name, draw in options.items() if rng.random() < chance}

@@ -12,7 +12,6 @@ import pytest
 import torch
 from families import build_model
 from helpers import (
-    NEW_TOKENS,
     RecordingStreamer,
     assert_same,
     collected_drafts,
@@ -140,7 +139,7 @@ def test_a_failing_draft_is_raised_in_the_calling_thread(fails_at: int) -> None:
     declared = declare("llama")
     model = build_model("llama")
     cache = DynamicCache(config=model.config)
-    config = declared.config(lane="stream", suffix={"sources": ("draft",)})
+    config = declared.config(lane="stream", reuse="prefix")
     forwards = DraftForwards(fails_at)
     with before_forward(model, forwards), pytest.raises(RuntimeError, match="the draft failed"):
         run_fast(model, declared.prompt, config, cache=cache)
@@ -178,39 +177,33 @@ def test_the_error_of_the_caller_comes_first(fails_at: int | None) -> None:
     assert streamer.n_ends == 1
 
 
-class NoticedEvent(threading.Event):
-    """Knows how many forwards the draft had begun when it was cancelled."""
-
-    forwards: DraftForwards
-    at_cancellation: int | None = None
-
-    def set(self) -> None:
-        super().set()
-        NoticedEvent.at_cancellation = NoticedEvent.forwards.count
-
-
 def test_a_stale_draft_ends_within_one_step() -> None:
     """Thinking ends while a long draft is written: waiting for its end would stall the answer."""
     declared = declare("llama")
     model = build_model("llama")
-    NoticedEvent.forwards = forwards = DraftForwards()
-    NoticedEvent.at_cancellation = None
-    longest = 3000
+    stopped = threading.Event()
+    n_forwards = 0
+    join = threading.Thread.join
 
-    def count() -> None:
-        if in_draft():
-            forwards()
+    def stop_and_join(thread: threading.Thread, timeout: float | None = None) -> None:
+        stopped.set()
+        join(thread, timeout)
 
-    config = declared.config(
-        lane="stream", max_draft_tokens=longest, suffix={"sources": ("draft",)}
-    )
-    with before_forward(model, count), mock.patch.object(threading, "Event", NoticedEvent):
-        pair = run_both(model, declared.prompt, config, max_new_tokens=NEW_TOKENS)
-    assert NoticedEvent.at_cancellation is not None
-    assert 1 <= forwards.count <= NoticedEvent.at_cancellation + 1
-    assert forwards.count < longest
-    assert pair.stats.drafts[0].status == "cut"
-    assert pair.fast.sequences.tolist() == pair.plain.sequences.tolist()
+    def be_slow() -> None:
+        nonlocal n_forwards
+        n_forwards += in_draft()
+        if in_draft() and n_forwards == 3:
+            assert stopped.wait(timeout=60)
+
+    config = declared.config(lane="stream", reuse="prefix")
+    with (
+        before_forward(model, be_slow),
+        mock.patch.object(threading.Thread, "join", stop_and_join),
+    ):
+        pair = run_both(model, declared.prompt, config)
+    assert_same(pair)
+    assert n_forwards == 3
+    assert [(draft.status, draft.n_tokens) for draft in pair.stats.drafts] == [("cut", 3)]
 
 
 def test_no_thread_is_left_behind_when_one_cannot_start() -> None:
