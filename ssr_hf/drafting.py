@@ -167,7 +167,7 @@ class DraftSchedule:
             self._next_budget = None
             return
         if not self._pacer.drafts_pay():
-            self._recorder.note("no draft was taken: calls without drafts were cheaper per token")
+            self._recorder.note("no draft was taken: drafts have cost more than they saved")
             self._next_budget = None
             return
         branch_point = BranchPoint(n_thinking, len(self._sequence), self._stage)

@@ -117,7 +117,9 @@ class Profile:
         chains (`dict[str, Chain]`): Acceptance of candidates without estimates, by source and
             phase.
         calibrations (`dict[str, Calibration]`): Acceptance of spans, by source and phase.
-        call_cost (`dict[str, float]`): Cost per token of whole calls, with and without drafts.
+        answer_cost (`dict[str, float]`): Cost per token of answers, with and without drafts.
+        answer_tokens (`float`): Tokens of an answer.
+        draft_cost (`float`): Cost of the drafts of one call, in single-token rounds.
         calls (`int`): Calls seen.
 
     Example:
@@ -135,7 +137,9 @@ class Profile:
     row_cost: float = 0.0
     chains: dict[str, Chain] = field(default_factory=dict)
     calibrations: dict[str, Calibration] = field(default_factory=dict)
-    call_cost: dict[str, float] = field(default_factory=dict)
+    answer_cost: dict[str, float] = field(default_factory=dict)
+    answer_tokens: float = 0.0
+    draft_cost: float = 0.0
     calls: int = 0
 
     def to_json(self) -> str:
@@ -339,28 +343,36 @@ class MeasuredPacer:
         return self.profile.row_cost - without < HOPED_DRAFT_VALUE
 
     def _choose_drafting(self) -> bool:
-        """Drafts if calls with drafts were cheaper per token; tries each way once, then rarely."""
-        known = self.profile.call_cost
+        """Drafts if answers become cheaper by more than drafts cost; tries each way once."""
+        profile = self.profile
+        known = profile.answer_cost
         if "drafts" not in known or "plain" not in known:
             return "drafts" not in known
-        better = known["drafts"] <= known["plain"]
-        retry = self.profile.calls % RETRY_CALLS == RETRY_CALLS - 1
-        return better != retry
+        saved = (known["plain"] - known["drafts"]) * profile.answer_tokens
+        retry = profile.calls % RETRY_CALLS == RETRY_CALLS - 1
+        return (saved > profile.draft_cost) != retry
 
     def finish(self, stats: SpeculationStats) -> None:
         profile = self.profile
         profile.calls += 1
-        rounds = [entry for entry in stats.rounds if entry.phase != "prefill"]
-        n_tokens = sum(entry.n_committed for entry in rounds)
-        if not n_tokens or not profile.step_seconds or not stats.thinking_tokens:
-            return
+        answer = [entry for entry in stats.rounds if entry.phase == "answering"]
+        n_tokens = sum(entry.n_committed for entry in answer)
         # A call that was meant to draft and never came to it says nothing about drafts.
-        if stats.drafts or not self._drafting:
-            arm = "drafts" if stats.drafts else "plain"
-            cost = sum(profile.round_cost(entry) for entry in rounds)
-            if not any(entry.rows == 2 for entry in rounds):
-                cost += sum(draft.seconds for draft in stats.drafts) / profile.step_seconds
-            profile.call_cost[arm] = _average(profile.call_cost.get(arm, 0.0), cost / n_tokens)
+        if not n_tokens or not profile.step_seconds or self._drafting != bool(stats.drafts):
+            return
+        arm = "drafts" if stats.drafts else "plain"
+        cost = sum(profile.round_cost(entry) for entry in answer) / n_tokens
+        profile.answer_cost[arm] = _average(profile.answer_cost.get(arm, 0.0), cost)
+        profile.answer_tokens = _average(profile.answer_tokens, n_tokens)
+        if stats.drafts:
+            profile.draft_cost = _average(profile.draft_cost, self._draft_cost(stats))
+
+    def _draft_cost(self, stats: SpeculationStats) -> float:
+        """What the drafts of a call cost, in single-token rounds."""
+        riding = sum(entry.rows == 2 for entry in stats.rounds)
+        if riding:
+            return riding * max(0.0, self.profile.row_cost - (self._thinking_cost or 1.0))
+        return sum(draft.seconds for draft in stats.drafts) / self.profile.step_seconds
 
 
 def _key(candidates: Candidates, phase: str) -> str:

@@ -85,10 +85,15 @@ class ScriptedModel(PreTrainedModel, GenerationMixin):
         self.script = script
         self.tokenizer = tokenizer
         self.kind = kind
-        self.n_forwards = 0
+        self.fed: list[int] = []
         self.lm_head = torch.nn.Linear(size, self.config.vocab_size, bias=False)
         self.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
         self.eval()
+
+    @property
+    def n_forwards(self) -> int:
+        """Forwards since `fed`, the tokens of each, was cleared."""
+        return len(self.fed)
 
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.lm_head
@@ -97,8 +102,8 @@ class ScriptedModel(PreTrainedModel, GenerationMixin):
         self, input_ids: Tensor, cache: Any = None, logits_to_keep: int = 0, **kwargs: Any
     ) -> ScriptedOutput:
         """Logits `[B, n, V]`, or of the last `logits_to_keep` positions."""
-        self.n_forwards += 1
         n_new = input_ids.shape[1]
+        self.fed.append(n_new)
         seen = self._read(input_ids, cache)
         n_kept = logits_to_keep or n_new
         logits = torch.zeros(*input_ids.shape, self.config.vocab_size)[:, -n_kept:]

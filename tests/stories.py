@@ -161,7 +161,7 @@ def tell(
         # The probe of several tokens at once runs once per model, and says nothing here.
         for model in (base, small):
             ssr_hf.cache.support.multi_token_support(model, model.generation_config)
-            model.n_forwards = 0
+            model.fed.clear()
         output = base.generate(ids, **{**defaults, **(arguments or {})})
     text = base.tokenizer.decode(output.sequences[0])[len(prompt) :]
     thinking, _, answer = text.partition(END)

@@ -22,6 +22,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor
 
 from ssr_hf import SelfSpeculationConfig, ThinkingBudgetLogitsProcessor, ThinkingMarkers
 from ssr_hf.acceptance import Proposal, draft_seed, judged_distribution
+from ssr_hf.pacing import MeasuredPacer, Profile
+from ssr_hf.records import Candidates
 
 EOS, MARKER = 0, 2
 PRUNED = 1e-7  # branches of rounding errors
@@ -32,16 +34,14 @@ N_SAMPLES = 400
 LEAST_EXPECTED = 8.0
 
 
-def _grid(vocab_size: int, steps: int) -> list[Tensor]:
-    """Every distribution whose probabilities are multiples of `1 / steps`."""
-    counts = itertools.product(range(steps + 1), repeat=vocab_size)
-    return [torch.tensor(c) / steps for c in counts if sum(c) == steps]
+# Every distribution over three tokens whose probabilities are multiples of 1 / 5.
+GRID = [torch.tensor(n) / 5 for n in itertools.product(range(6), repeat=3) if sum(n) == 5]
 
 
-@pytest.mark.parametrize("p", _grid(3, 5), ids=str)
+@pytest.mark.parametrize("p", GRID, ids=str)
 def test_judged_candidates_have_the_target_distribution(p: Tensor) -> None:
     """A residual that is not normalised, a quotient upside down, a zero of p or q mishandled."""
-    for q in _grid(3, 5):
+    for q in GRID:
         mixture = torch.zeros(3)
         for token_id in q.nonzero()[:, 0].tolist():
             judged = judged_distribution(p, q, token_id)
@@ -50,7 +50,7 @@ def test_judged_candidates_have_the_target_distribution(p: Tensor) -> None:
         torch.testing.assert_close(mixture, p, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("p", _grid(3, 5), ids=str)
+@pytest.mark.parametrize("p", GRID, ids=str)
 def test_a_span_is_judged_by_drawing_from_the_target(p: Tensor) -> None:
     """Spans have no q. They stand for a point mass, where the rule is one plain draw from p."""
     for token_id in range(3):
@@ -77,6 +77,16 @@ def test_scores_without_a_token_do_not_end_the_generation() -> None:
     generator = torch.Generator().manual_seed(0)
     proposal = Proposal.draw(torch.full((1, 4), -torch.inf), generator)
     assert proposal.probabilities.tolist() == [0.25] * 4
+
+
+def test_no_measurement_decides_how_much_of_a_sampled_draft_is_judged() -> None:
+    """A number of candidates that follows the draft's length, and with it where the draft ended."""
+    pacer = MeasuredPacer(Profile(step_seconds=1.0, cost={2: 90.0, 8: 90.0}))
+    proposal = Proposal(1, torch.ones(3) / 3)
+    greedy = Candidates((1,) * 8, "draft")
+    sampled = greedy._replace(proposals=(proposal,) * 8)
+    assert len(pacer.trim(greedy, "answering", 1).token_ids) < 8
+    assert pacer.trim(sampled, "answering", 1) == sampled
 
 
 @functools.cache

@@ -120,8 +120,9 @@ def test_fork_and_original_do_not_see_each_other(family: str) -> None:
     """A child that writes into its parent, or the other way round, in any order of steps."""
     model = build_model(family)
     generator = random.Random(0)
-    prefix = random_prompt(model, PREFIX, seed=3)
-    parent = _filled(model, prefix)
+    parent = _filled(model, random_prompt(model, PREFIX, seed=3))
+    # From here on there is a buffer with spare room, which both must not write.
+    _feed(model, parent, random_prompt(model, 1, seed=4))
     twins = {"parent": copy.deepcopy(parent), "child": copy.deepcopy(parent)}
     caches = {"parent": parent, "child": fork(parent)}
     for step in range(12):

@@ -141,7 +141,7 @@ def test_a_second_row_has_to_cost_less_than_it_can_save(row_cost: float, pays: b
 
 def finished_call(pacer: MeasuredPacer, *, drafts: bool, tokens_per_round: int) -> None:
     """Ends a call of 100 equal rounds."""
-    rounds = tuple(make_round(1, 0, tokens_per_round - 1) for _ in range(100))
+    rounds = (make_round(), *(make_round(1, 0, tokens_per_round - 1) for _ in range(100)))
     report = DraftReport(0, 10, 5, 0, "complete", 5, start=0.0, seconds=0.0)
     pacer.finish(
         SpeculationStats(rounds, (report,) if drafts else (), thinking_tokens=50, answer_tokens=50)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from helpers import RecordingStreamer
-from scripted import LAYERS
+from scripted import LAYERS, SURE
 from stories import END, EOS, INTERLUDE, PROMPT, Story, models, plain, tell
 
 from ssr_hf.specreason.writer import FEW_UNREAD
@@ -90,6 +91,17 @@ def test_the_small_model_catches_up_in_one_forward(kind: str, case: str) -> None
 
 
 @everywhere
+def test_rejected_steps_do_not_pile_up(kind: str, case: str) -> None:
+    """The small model must not read all that the base model wrote again for every step."""
+    steps = [f"step {name} of the base model." for name in "abcdef"]
+    chain = dict(zip(["", *steps], steps, strict=False))
+    told = tell(Story(small=dict.fromkeys(chain, "s0."), base=chain), kind, case, threshold=10)
+    assert told.authors == ["base"] * 7
+    longest = len(f"{steps[0]}\n\n")
+    assert max(told.small.fed[1:]) <= longest + FEW_UNREAD
+
+
+@everywhere
 def test_a_rejected_step_costs_no_forward_of_its_own(kind: str, case: str) -> None:
     """The forward that read the step also selects the base model's tokens where they agree."""
     # The base model writes `s1` as well, and differs behind it.
@@ -115,6 +127,30 @@ def test_logprob_reads_no_prompt(kind: str) -> None:
     fed = [r.n_fed for r in told.output.speculation.rounds[1:4]]
     # The last token of a step is fed with the next one.
     assert fed == [len("s0.\n\n") - 1, len("s1.\n\n"), 1]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_logprob_of_one_first_token(kind: str) -> None:
+    """The prompt alone judges a single token, and no token is left to be fed."""
+    told = tell(Story(small={}), kind, scorer="logprob", threshold=-1000.0)
+    assert told.text == f"{END}{APART.answer}"
+    assert told.authors == ["assistant"]
+
+
+def test_padding_of_the_small_vocabulary_is_never_written() -> None:
+    """Rows of the larger matrix that mean nothing to the base model may have any logit."""
+    _, small = models(APART, "full", "padded")
+    forward = small.forward
+
+    def favouring(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.logits[..., -1] = 2 * SURE
+        return output
+
+    small.forward = favouring
+    told = tell(APART, threshold=0, arguments={"assistant_model": small}, candidate_tokens=3)
+    assert told.thinking == "s0.\n\ns1.\n\n"
+    assert told.answer == APART.answer
 
 
 def test_logprob_of_an_agreeing_step_is_near_zero() -> None:
