@@ -17,6 +17,7 @@ than the rounding of a forward, is counted and is no failure.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -31,8 +32,8 @@ import typer
 # Models, cases and comparisons are those of the test suite.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from fuzz_cases import Case, draw_case
-from fuzz_runs import Report, check
+from fuzz_cases import draw_case
+from fuzz_runs import check
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -53,19 +54,20 @@ def main(
     deadline = time.monotonic() + 60 * minutes
     tally: Counter[str] = Counter()
     failed: list[str] = []
-    for number in count(first) if case is None else (case,):
-        if case is None and time.monotonic() > deadline:
-            break
-        drawn = draw_case(seed, number, family)
-        report = check(drawn)
-        tally.update({report.verdict: 1, drawn.family: 1, **report.figures})
-        if report.verdict in ("different", "tie"):
+    # An interrupted run still tells what it found.
+    with contextlib.suppress(KeyboardInterrupt):
+        for number in count(first) if case is None else (case,):
+            if case is None and time.monotonic() > deadline:
+                break
+            drawn = draw_case(seed, number, family)
+            report = check(drawn)
+            tally.update({report.verdict: 1, drawn.family: 1, **report.figures})
             command = _command(seed, number, family)
-            _print_failure(command, drawn, report)
+            if report.verdict in ("different", "tie") or case is not None:
+                told = (f"{report.verdict}: {report.reason}", drawn.describe(), command, "")
+                print(*told, sep="\n", flush=True)
             if report.verdict == "different":
                 failed.append(command)
-        elif case is not None:
-            print(drawn.describe(), report, sep="\n")
     print(json.dumps({"seed": seed, **tally, "failed": failed}))
     if failed:
         raise typer.Exit(1)
@@ -74,10 +76,6 @@ def main(
 def _command(seed: int, number: int, family: str | None) -> str:
     command = f"python scripts/fuzz.py --seed {seed} --case {number}"
     return command if family is None else f"{command} --family {family}"
-
-
-def _print_failure(command: str, case: Case, report: Report) -> None:
-    print(f"{report.verdict}: {report.reason}", case.describe(), command, "", sep="\n", flush=True)
 
 
 if __name__ == "__main__":

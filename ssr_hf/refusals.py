@@ -88,7 +88,7 @@ def refuse_call(call: HostCall, synced_gpus: bool | None) -> None:
         ),
         (
             bool(generation_config.output_attentions) and call.returns_dict,
-            "output_attentions is set, and attention maps of several tokens at once differ in shape",
+            "output_attentions is set, and attention maps of several tokens differ in shape",
             "Leave output_attentions out",
         ),
     )

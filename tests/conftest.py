@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, no deprecated host calls, hardware tests skipped by name."""
+"""What holds for every test: one thread, no deprecated host calls, hardware tests skipped."""
 
 from __future__ import annotations
 

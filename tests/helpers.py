@@ -307,8 +307,8 @@ def collected_drafts() -> Iterator[list[Draft]]:
 def true_up_to(answer: Sequence[int], n_true: int) -> Callable[[int, int], int]:
     """A script that follows `answer` for `n_true` tokens and is wrong from there on.
 
-    `n_true` of at least `len(answer)` is an oracle, 0 an anti-oracle. Each draft is wrong in its own
-    way, so that a later one inherits the true tokens of an earlier one and no more.
+    `n_true` of at least `len(answer)` is an oracle, 0 an anti-oracle. Each draft is wrong in its
+    own way, so that a later one inherits the true tokens of an earlier one and no more.
     """
 
     def script(position: int, stage: int) -> int:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import Counter
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from enumerated_draws import outcomes
 from families import build_model
 from helpers import assert_same, declare, enabled, generate, run_both
 from torch import Tensor
@@ -26,7 +25,6 @@ from ssr_hf.pacing import MeasuredPacer, Profile
 from ssr_hf.records import Candidates
 
 EOS, MARKER = 0, 2
-PRUNED = 1e-7  # branches of rounding errors
 TOLERANCE = 1e-5
 # Chance that a right implementation fails the chi-square test with another seed.
 FALSE_ALARM = 1e-6
@@ -72,6 +70,15 @@ def test_rows_are_compressed_only_without_loss() -> None:
         torch.testing.assert_close(proposal.judge(target)[0], expected)
 
 
+def test_an_earlier_draft_is_kept_where_it_still_holds() -> None:
+    """Bootstrapping that draws anew: right in distribution, and the earlier draft for nothing."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(1, 16, generator=generator)
+    for _ in range(20):
+        earlier = Proposal.draw(scores, generator)
+        assert Proposal.draw(scores, generator, earlier).token_id == earlier.token_id
+
+
 def test_scores_without_a_token_do_not_end_the_generation() -> None:
     """A draft whose processors mask everything: plain `generate` never went there."""
     generator = torch.Generator().manual_seed(0)
@@ -107,40 +114,6 @@ def _three_token_model() -> GPT2LMHeadModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(104)
         return GPT2LMHeadModel(config).eval()
-
-
-def _texts(run: Callable[[], tuple[int, ...]]) -> dict[tuple[int, ...], float]:
-    """The exact distribution of what `run` returns, over all its draws."""
-    distribution: dict[tuple[int, ...], float] = defaultdict(float)
-    pending: list[tuple[int, ...]] = [()]
-    while pending:
-        path = pending.pop()
-        taken: list[int] = []
-        weight = 1.0
-
-        def multinomial(
-            probabilities: Tensor,
-            num_samples: int,
-            generator: torch.Generator | None = None,
-            path: tuple[int, ...] = path,
-            taken: list[int] = taken,
-        ) -> Tensor:
-            nonlocal weight
-            row = probabilities.double().flatten()
-            row = (row / row.sum()).tolist()
-            if len(taken) < len(path):
-                token_id = path[len(taken)]
-            else:
-                token_id, *others = (i for i, share in enumerate(row) if share > PRUNED)
-                pending.extend((*taken, other) for other in others)
-            taken.append(token_id)
-            weight *= row[token_id]
-            return torch.tensor([token_id]).view(*probabilities.shape[:-1], num_samples)
-
-        with mock.patch.object(torch, "multinomial", multinomial):
-            text = run()
-        distribution[text] += weight
-    return distribution
 
 
 # Prompt, new tokens, settings.
@@ -194,8 +167,8 @@ def _text(case: str, config: SelfSpeculationConfig | None) -> tuple[int, ...]:
 @pytest.mark.parametrize("case", ENUMERATED)
 def test_every_text_has_its_exact_probability(case: str) -> None:
     """A judgement, a residual or a decision that depends on tokens still to be judged."""
-    plain = _texts(lambda: _text(case, None))
-    judged = _texts(lambda: _text(case, _config(case)))
+    plain = outcomes(lambda: _text(case, None))
+    judged = outcomes(lambda: _text(case, _config(case)))
     distance = sum(abs(plain.get(text, 0.0) - judged.get(text, 0.0)) for text in plain | judged)
     assert len(plain) > 30
     assert distance / 2 < TOLERANCE
@@ -203,7 +176,7 @@ def test_every_text_has_its_exact_probability(case: str) -> None:
 
 def test_real_draws_have_the_exact_distribution() -> None:
     """Drafts that repeat from call to call, or share their draws with the text."""
-    exact = _texts(lambda: _text("one draft", None))
+    exact = outcomes(lambda: _text("one draft", None))
     torch.manual_seed(1)
     counts = Counter(_text("one draft", _config("one draft")) for _ in range(N_SAMPLES))
     assert not counts.keys() - exact.keys()

@@ -112,7 +112,7 @@ def test_beams_are_refused_before_the_prompt_is_read(settings: dict[str, Any]) -
     forwards: list[int] = []
     handle = model.register_forward_pre_hook(lambda *_: forwards.append(1))
     try:
-        with enabled(model), pytest.raises(UnsupportedError, match="beam.*num_beams=1"):
+        with enabled(model), pytest.raises(UnsupportedError, match=r"beam.*num_beams=1"):
             generate(model, declared.prompt, self_speculation=declared.config(), **settings)
     finally:
         handle.remove()

@@ -325,7 +325,7 @@ def test_layers_may_lie_on_several_devices() -> None:
 def test_no_removed_name_of_the_host_is_used() -> None:
     """Names of the cache that the host has dropped or is dropping."""
     removed = ("key_cache", "value_cache", "from_legacy_cache", "past_key_values", "cache_params")
-    sources = [path for path in Path(growth.__file__).parents[1].rglob("*.py")]
+    sources = list(Path(growth.__file__).parents[1].rglob("*.py"))
     assert len(sources) > 20
     for path in sources:
         text = path.read_text(encoding="utf-8")

@@ -265,9 +265,9 @@ def test_global_states_are_restored() -> None:
     model, declared = build_model("llama"), _declare("llama")
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    with enabled(model), _in_the_forward(model, Fault(15, InjectedError)):
-        with pytest.raises(InjectedError):
-            _run(declared, model, **_arguments(declared, "lockstep"))
+    fault = _in_the_forward(model, Fault(15, InjectedError))
+    with enabled(model), fault, pytest.raises(InjectedError):
+        _run(declared, model, **_arguments(declared, "lockstep"))
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
     assert torch.equal(torch.get_rng_state(), before)

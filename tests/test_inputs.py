@@ -1,4 +1,4 @@
-"""Every form of input: padding, embeddings, images, odd vocabularies, wrapped and compiled models."""
+"""Every form of input: padding, embeddings, images, odd vocabularies, wrapped models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from accelerate.hooks import remove_hook_from_submodules
-from families import FAMILIES, build_model, random_prompt
+from families import build_model, random_prompt
 from helpers import (
     LANES,
     PROMPT_LENGTH,
@@ -28,12 +28,14 @@ from helpers import (
 )
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
-from transformers import StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.models.gemma3 import Gemma3Config, Gemma3ForConditionalGeneration
 from transformers.models.qwen2_5_vl import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-from ssr_hf import SelfSpeculationConfig
 
 JOINED = {"draft_budget": (3, 10), "max_draft_tokens": 7}
 every_lane = pytest.mark.parametrize("lane", LANES)
@@ -134,9 +136,7 @@ def test_token_types_go_on_with_the_last_one(length: int) -> None:
     new_ids = generate(model, prompt, token_type_ids=types).sequences[0, length:].tolist()
     # The block is longer than what was written before it, so that it reaches into the prompt.
     declared = Declared(prompt, tuple(new_ids), 2)
-    config = declared.config(
-        draft_budget=1, max_draft_tokens=12, reuse="prefix", lane="sequential"
-    )
+    config = declared.config(draft_budget=1, max_draft_tokens=12, reuse="prefix", lane="sequential")
     with scripted_drafts(true_up_to(declared.answer, 20)):
         pair = run_both(model, prompt, config, token_type_ids=types)
     assert_same(pair)
@@ -291,7 +291,7 @@ def test_dispatched_model(lane: str) -> None:
     dispatch_model(model, device_map={"": "cpu"}, force_hooks=True)
     calls = []
     model.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
-    declared = declare(family)
+    declared = declare("llama")
     run_fast(model, declared.prompt, declared.config(lane=lane))
     assert calls
     _check(model, declared.prompt, lane)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from families import build_model, random_prompt
 
@@ -102,7 +104,7 @@ def test_backs_off_when_nothing_is_accepted_and_probes_ever_more_rarely():
     assert backed_off < 40
     probes = [position for position, size in enumerate(offered[backed_off:]) if size]
     assert {offered[backed_off + probe] for probe in probes} == {PROBE_TOKENS}
-    gaps = [after - before for before, after in zip(probes, probes[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(probes)]
     assert gaps == sorted(gaps)
     assert len(probes) <= 3000 // LAST_PROBE_AFTER + LAST_PROBE_AFTER // FIRST_PROBE_AFTER
 

@@ -208,7 +208,7 @@ def test_budget_of_the_config_equals_the_processor(
     )
     assert_same(pair)
     assert pair.stats.thinking_tokens == 11 + n_markers
-    assert len(pair.stats.drafts) == 2
+    assert len(pair.stats.drafts) == 2 or lane not in STEADY_LANES
 
 
 class AfterMarker(LogitsProcessor):

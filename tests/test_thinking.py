@@ -1,4 +1,4 @@
-"""Thinking models as they come: chat templates, channels and split markers, in whole generations."""
+"""Thinking models as they come: templates, channels and split markers, in whole generations."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_first_piece_of_a_marker_alone_is_a_false_alarm(lane: str) -> None:
     config = SelfSpeculationConfig(
         end_of_thinking=[first, second], draft_budget=3, lane=lane, adaptive=False
     )
-    pair = run_both(build_model("lfm2"), declared.prompt, config, fresh=lambda: {})
+    pair = run_both(build_model("lfm2"), declared.prompt, config, fresh=dict)
     assert_same(pair)
     run_fast(build_model("lfm2"), declared.prompt, config, streamer=streamer)
     assert [event[2][0] for event in streamer.events[1:-1]] == list(declared.new_ids)

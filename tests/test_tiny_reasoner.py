@@ -95,12 +95,16 @@ def test_generator_is_deterministic() -> None:
     first = tiny_reasoner_prompts(20, seed=5, max_notes=8)
     assert first == tiny_reasoner_prompts(20, seed=5, max_notes=8)
     assert first[:7] == tiny_reasoner_prompts(7, seed=5, max_notes=8)
-    assert not {p.prompt for p in first} & {p.prompt for p in tiny_reasoner_prompts(20, seed=6, max_notes=8)}
+    assert not {p.prompt for p in first} & {
+        p.prompt for p in tiny_reasoner_prompts(20, seed=6, max_notes=8)
+    }
 
 
 def test_generator_output_is_pinned() -> None:
     # The published figures hold for these problems; a change to the generator must show.
-    texts = [f"{p.prompt}\n{p.completion}" for p in tiny_reasoner_prompts(50, seed=2024, max_notes=8)]
+    texts = [
+        f"{p.prompt}\n{p.completion}" for p in tiny_reasoner_prompts(50, seed=2024, max_notes=8)
+    ]
     digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
     assert digest == PINNED_DIGEST
 

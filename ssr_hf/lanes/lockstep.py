@@ -1,9 +1,9 @@
 """Drafts as a second batch row of the parent's own forward.
 
 Both rows feed the same number of tokens per round, so their caches grow in step and no padding or
-mask is needed; it is exact on every layer kind. Where a decode step is bound by reading the weights,
-which both rows share, the draft is nearly free. A bootstrapped draft is ahead of the parent and is
-joined by left padding.
+mask is needed; it is exact on every layer kind. Where a decode step is bound by reading the
+weights, which both rows share, the draft is nearly free. A bootstrapped draft is ahead of the
+parent and is joined by left padding.
 """
 
 from __future__ import annotations
