@@ -25,6 +25,15 @@ def refuse_arguments(model: Any, kwargs: dict[str, Any]) -> None:
         raise UnsupportedError(
             message("The model is an encoder-decoder model", ACCEPTED_MODES, "Use plain generate")
         )
+    adapter = getattr(model, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise UnsupportedError(
+            message(
+                f"The adapter is a {type(adapter).__name__}, which puts a learnt prompt into forwards",
+                "Adapters that change weights, such as LoRA, are accepted",
+                "Use plain generate with this adapter",
+            )
+        )
     config = kwargs.get("generation_config")
     if kwargs.get("token_healing", getattr(config, "token_healing", False)):
         raise UnsupportedError(

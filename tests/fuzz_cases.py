@@ -40,6 +40,8 @@ class Case:
         arguments (`dict`): Everything that keeps no state.
         witness, counted, streams: Which stateful parts take part.
         settings (`dict`): Of `SelfSpeculationConfig`.
+        n_true (`int`, *optional*): Drafts follow the answer for so many tokens and are wrong from
+            there on; the model writes them when None.
     """
 
     family: str
@@ -53,6 +55,7 @@ class Case:
     counted: int | None = None
     streams: bool = False
     settings: Arguments = field(default_factory=dict)
+    n_true: int | None = None
 
     def describe(self) -> str:
         """The case in one line."""
@@ -84,6 +87,7 @@ def draw_case(seed: int, number: int, family: str | None = None) -> Case:
     case.arguments.update(_stops(rng, words))
     case.counted = rng.choice([None, None, None, 5, 15])
     case.streams = rng.random() < 0.5
+    case.n_true = rng.choice([None, None, None, 0, 3, 12, LONGEST_TEXT])
     case.arguments.update(_outputs(rng))
     _place_prompt(rng, case)
     return case

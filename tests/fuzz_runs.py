@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,8 @@ from helpers import (
     assert_same_cache,
     assert_same_hidden_states,
     assert_same_steps,
+    scripted_drafts,
+    true_up_to,
 )
 from transformers import LogitsProcessor, StoppingCriteria
 
@@ -145,7 +148,8 @@ class Report:
 def check(case: Case) -> Report:
     """Runs a case both ways and compares."""
     plain = run(case, None)
-    fast = run(case, ssr_hf.SelfSpeculationConfig(**case.settings))
+    with _drafts(case, plain):
+        fast = run(case, ssr_hf.SelfSpeculationConfig(**case.settings))
     if plain.error is not None or fast.error is not None:
         return _compare_errors(plain, fast)
     try:
@@ -166,6 +170,17 @@ def check(case: Case) -> Report:
         "suffix_accepted": stats.suffix_accepted,
     }
     return Report("same", figures=figures)
+
+
+def _drafts(case: Case, plain: Outcome) -> contextlib.AbstractContextManager[None]:
+    """Makes drafts say what comes after the marker in the plain text, as far as the case wants."""
+    if case.n_true is None or plain.error is not None:
+        return contextlib.nullcontext()
+    text = _ids(plain)[0, case.n_padding + case.prompt.shape[1] :].tolist()
+    marker = case.settings["end_of_thinking"]
+    ends = range(len(marker), len(text) + 1)
+    answer_at = next((at for at in ends if text[at - len(marker) : at] == marker), len(text))
+    return scripted_drafts(true_up_to(text[answer_at:], case.n_true))
 
 
 def _compare_errors(plain: Outcome, fast: Outcome) -> Report:
@@ -209,7 +224,8 @@ def _is_tie(case: Case, plain: Outcome, fast: Outcome) -> bool:
     changes: Arguments = {"return_dict_in_generate": True, "output_scores": True}
     changes["streamer"] = None
     again = run(case, None, **changes)
-    fast_again = run(case, ssr_hf.SelfSpeculationConfig(**case.settings), **changes)
+    with _drafts(case, plain):
+        fast_again = run(case, ssr_hf.SelfSpeculationConfig(**case.settings), **changes)
     if again.error is not None or fast_again.error is not None:
         return False
     step = at - length

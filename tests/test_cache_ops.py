@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ssr_hf.cache import growth
+from ssr_hf.cache import growth, support
 from ssr_hf.cache.checkpoint import Checkpoint, stop_recording
 from ssr_hf.cache.fork import add_row, cache_tensors, fork, join, retire_row, strip_padding
 from ssr_hf.cache.layers import kind_of
@@ -320,6 +320,26 @@ def test_layers_may_lie_on_several_devices() -> None:
     growth.settle(cache, keeps_content=True)
     assert [layer.keys.device.type for layer in cache.layers] == ["cpu", "meta"]
     assert [tuple(layer.keys.shape) for layer in cache.layers] == [(1, 2, 5, 8)] * 2
+
+
+def test_models_are_probed_again_with_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that was true before the model was moved, cast or given another attention."""
+    model = copy.deepcopy(build_model("llama"))
+    probes: list[Any] = []
+    probe = support._probe
+
+    def counted(*args: Any) -> Any:
+        probes.append(args)
+        return probe(*args)
+
+    monkeypatch.setattr(support, "_probe", counted)
+    for _ in range(2):
+        assert support.multi_token_support(model, model.generation_config).supported
+    assert len(probes) == 1
+    model.set_attn_implementation("eager")
+    support.multi_token_support(model, model.generation_config)
+    support.multi_token_support(model.to(torch.bfloat16), model.generation_config)
+    assert len(probes) == 3
 
 
 def test_no_removed_name_of_the_host_is_used() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from families import build_model
 from helpers import declare, enabled, generate, pair_tokenizer
+from peft import PromptTuningConfig, get_peft_model
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
@@ -162,6 +163,13 @@ def test_encoder_decoder() -> None:
     config.decoder_start_token_id = 0
     model = T5ForConditionalGeneration(config).eval()
     _refuse(UnsupportedError, "encoder-decoder model.*plain generate", model=model)
+
+
+def test_adapters_that_learn_a_prompt() -> None:
+    """An error about tensor sizes from inside of the adapter, in the middle of a generation."""
+    adapter = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    model = get_peft_model(copy.deepcopy(build_model(FAMILY)), adapter).eval()
+    _refuse(UnsupportedError, "PromptTuningConfig.*LoRA.*plain generate", model=model)
 
 
 def test_sharded_model_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

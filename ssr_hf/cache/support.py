@@ -84,14 +84,17 @@ def _known_layer_names() -> set[str]:
     return {layer_type.__name__ for layer_type in LAYER_KINDS}
 
 
-_probed: weakref.WeakKeyDictionary[PreTrainedModel, Support] = weakref.WeakKeyDictionary()
+# By model, then by what decides which kernels it runs.
+_probed: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], Support]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def multi_token_support(model: PreTrainedModel, generation_config: GenerationConfig) -> Support:
     """Whether feeding several tokens on a filled cache equals feeding them one by one.
 
     Some model classes restart or approximate a state when several tokens meet a filled cache. The
-    first call per model compares 5 tokens at once with 5 single steps; later calls reuse it.
+    first call per model, type, device and attention implementation compares 5 tokens at once with 5 single steps; later calls reuse it.
 
     Args:
         model (`PreTrainedModel`): The model.
@@ -100,9 +103,11 @@ def multi_token_support(model: PreTrainedModel, generation_config: GenerationCon
     Returns:
         `Supported` or `Unsupported`: The latter states the largest difference.
     """
-    if model not in _probed:
-        _probed[model] = _probe(model, generation_config)
-    return _probed[model]
+    known = _probed.setdefault(model, {})
+    kernels = (model.dtype, model.device, model.config._attn_implementation)
+    if kernels not in known:
+        known[kernels] = _probe(model, generation_config)
+    return known[kernels]
 
 
 @torch.no_grad()
