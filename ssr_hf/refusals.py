@@ -29,7 +29,7 @@ def refuse_arguments(model: Any, kwargs: dict[str, Any]) -> None:
     if getattr(adapter, "is_prompt_learning", False):
         raise UnsupportedError(
             message(
-                f"The adapter is a {type(adapter).__name__}, which puts a learnt prompt into forwards",
+                f"The adapter is a {type(adapter).__name__}, which learns a prompt",
                 "Adapters that change weights, such as LoRA, are accepted",
                 "Use plain generate with this adapter",
             )

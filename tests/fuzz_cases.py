@@ -85,7 +85,7 @@ def draw_case(seed: int, number: int, family: str | None = None) -> Case:
         # Greedy selection ignores it.
         case.settings["acceptance"] = "rejection_sampling"
     case.arguments.update(_stops(rng, words))
-    case.counted = rng.choice([None, None, None, 5, 15])
+    case.counted = rng.choice([None, None, None, None, 5, 15])
     case.streams = rng.random() < 0.5
     case.n_true = rng.choice([None, None, None, 0, 3, 12, LONGEST_TEXT])
     case.arguments.update(_outputs(rng))
@@ -120,6 +120,16 @@ class _Words:
         first = int(earliest * (len(self.written) - 1))
         at = self._rng.randrange(first, len(self.written))
         return self.written[at : at + self._rng.randint(1, longest)]
+
+    def marker(self) -> list[int]:
+        """A span that mostly is written for the first time, and not at once."""
+        middle = range(len(self.written) // 8, len(self.written) * 3 // 4)
+        known = (*self._prompt, *self.written)
+        new = [at for at in middle if known.index(self.written[at]) == len(self._prompt) + at]
+        if not new or self._rng.random() < 0.2:
+            return self.span(4)
+        at = self._rng.choice(new)
+        return self.written[at : at + self._rng.choice([1, 1, 1, 2, 4])]
 
     def tokens(self, most: int) -> list[int]:
         """One to `most` tokens, most of them written."""
@@ -187,7 +197,7 @@ def _allowed(modulus: int) -> Callable[[int, torch.Tensor], list[int]]:
 def _settings(rng: random.Random, words: _Words) -> Arguments:
     """Of `SelfSpeculationConfig`: schedules that fit into a text of some 60 tokens."""
     settings: Arguments = {
-        "end_of_thinking": words.span(rng.choice([1, 1, 2, 4]), earliest=0.2),
+        "end_of_thinking": words.marker(),
         "draft_budget": rng.choice([1, 2, 3, 5, 8, 13, (1, 2), (3, 9), (2, 5, 20)]),
         "draft_interval": rng.choice([None, None, 1, 2, 5, 11]),
         "max_draft_tokens": rng.choice([1, 2, 3, 5, 8, 20, 200]),
@@ -197,6 +207,7 @@ def _settings(rng: random.Random, words: _Words) -> Arguments:
     }
     settings |= _some(
         rng,
+        chance=0.2,
         start_of_thinking=lambda: words.span(2),
         thinking_budget=lambda: rng.choice([0, 2, 4, 10, 14, 25, 40]),
         suffix=lambda: {
@@ -218,9 +229,10 @@ def _settings(rng: random.Random, words: _Words) -> Arguments:
 
 
 def _stops(rng: random.Random, words: _Words) -> Arguments:
-    stops: Arguments = {"max_new_tokens": rng.choice([1, 7, 20, 33, 48, 64, 64])}
+    stops: Arguments = {"max_new_tokens": rng.choice([1, 7, 33, 48, *[LONGEST_TEXT] * 8])}
     stops |= _some(
         rng,
+        chance=0.2,
         eos_token_id=lambda: words.span(2, earliest=0.4),
         stop_strings=lambda: _texts(rng, words),
     )

@@ -154,7 +154,7 @@ def tell(
         "tokenizer": base.tokenizer,
         "assistant_model": small,
         "assistant_tokenizer": small.tokenizer,
-        "self_speculation": SelfSpeculationConfig(reuse="none", **(ssr or {})),
+        "self_speculation": SelfSpeculationConfig(**{"reuse": "none", **(ssr or {})}),
         "step_speculation": StepSpeculationConfig(**settings),
     }
     with enabled(base):

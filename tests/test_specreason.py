@@ -391,6 +391,26 @@ def test_second_block_of_thinking(kind: str, case: str) -> None:
     assert told.authors == ["assistant", "base"] * 2
 
 
+@pytest.mark.parametrize("kind", LAYERS)
+def test_drafts_ride_while_the_base_model_writes(kind: str) -> None:
+    """A draft that is put aside for a step, and not taken up again, is too short to be of use."""
+    story = Story(
+        small={"": "s0.", "s0.": "s1.", "b1.": "s2.", "s2.": "s3."},
+        base={"s0.": "b1.", "s2.": "b3."},
+        scores={"s1.": 0, "s3.": 0},
+    )
+    settings = {"draft_budget": 3, "max_draft_tokens": 20, "lane": "lockstep", "adaptive": False}
+    told = tell(story, kind, ssr={**settings, "reuse": "prefix"})
+    assert told.thinking == "s0.\n\nb1.\n\ns2.\n\nb3.\n\n"
+    assert told.answer == story.answer
+    first, second = told.output.speculation.drafts
+    assert (first.status, second.status) == ("cut", "cut")
+    assert 0 < first.n_tokens == second.n_inherited < second.n_tokens
+    assert second.accepted_prefix == second.n_tokens
+    # No step was read while the draft rode along.
+    assert all(r.rows == 1 for r in told.output.speculation.rounds if r.source == "step")
+
+
 def test_statistics() -> None:
     """The figures are those of the scripted run, and add up."""
     told = tell(REDO)

@@ -94,7 +94,8 @@ def multi_token_support(model: PreTrainedModel, generation_config: GenerationCon
     """Whether feeding several tokens on a filled cache equals feeding them one by one.
 
     Some model classes restart or approximate a state when several tokens meet a filled cache. The
-    first call per model, type, device and attention implementation compares 5 tokens at once with 5 single steps; later calls reuse it.
+    first call per model, type, device and attention implementation compares 5 tokens at once with
+    5 single steps; later calls reuse it.
 
     Args:
         model (`PreTrainedModel`): The model.
