@@ -17,10 +17,9 @@ from rich.console import Console
 from transformers import Qwen3Config
 from typer.testing import CliRunner
 
-from ssr_hf.cache.growth import GrowingKind
-from ssr_hf.cache.layers import ConcatenatingKind
 from ssr_hf.cache.support import Unsupported
-from ssr_hf.lanes import LANE_TYPES
+from ssr_hf.lanes import LANE_TYPES, DraftWriter, stream
+from ssr_hf.lanes.base import write_draft
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -124,10 +123,15 @@ def test_every_family_can_be_checked(family: str) -> None:
     assert len(set(session.new_ids)) > 8
 
 
-def test_stream_check_fails_where_memory_is_shared_wrongly() -> None:
-    """A check that cannot fail: here a fork writes into the buffers of its parent."""
+def test_stream_check_fails_where_a_draft_differs() -> None:
+    """A check that cannot fail: here the last token of each draft is another one."""
     small = lane_checks.build_small("full", CPU)
-    with mock.patch.object(GrowingKind, "fork", ConcatenatingKind.fork):
+
+    def spoil(child: Any, writer: DraftWriter, *arguments: Any, **named: Any) -> None:
+        write_draft(child, writer, *arguments, **named)
+        writer.sequence.token_ids[-1] ^= 1
+
+    with mock.patch.object(stream, "write_draft", spoil):
         checks = list(lane_checks.check_stream("full", small, 24, 24, seed=0))
     assert not all(check.passed for check in checks)
 
