@@ -11,9 +11,9 @@ object with `"prompt"` or `"messages"`.
 Where two texts part, the script measures what rounding can explain. The token is selected once more
 by plain `generate`, after a forward over one token and after one over the whole text: `margin` is
 the lead of plain `generate`'s token over the other one, in logits (where tokens are sampled, after
-the same random draw), `rounding` the largest difference between the two forwards. A margin of at
-most twice the rounding is a tie: which token is written depends on how many tokens a forward reads.
-Ties happen in 16 bit, very rarely in 32 bit.
+the same random draw), `rounding` the largest difference between the two forwards, and at least the
+last digit of a logit in the model's type. A margin of at most twice the rounding is a tie: the
+token depends on how many tokens and rows a forward reads. In 32 bit ties are very rare.
 
 Exit code 0: every text is the same, or parts at a tie (with `--strict`, only if the same). Exit
 code 1: some text differs. Exit code 2: the model or the prompts cannot be used.
@@ -72,9 +72,9 @@ class Divergence:
     Args:
         position (`int`): New tokens that are the same.
         plain, speculative (`str`): The next token of each text, or that it has ended.
-        margin (`float`, *optional*): Lead of the plain token over the other, in logits; None where
-            the other is impossible or one text has ended.
-        rounding (`float`, *optional*): What the number of tokens per forward changes, in logits.
+        margin (`float`, *optional*): Lead of the plain token, in logits; None where the other token
+            is impossible or one text has ended.
+        rounding (`float`, *optional*): What rounding can change, in logits.
     """
 
     position: int
@@ -169,7 +169,9 @@ class Checker:
             cache = self.session.model(text[:, :-1], use_cache=True).cache
         narrow = self._scores(text, config, cache=cache)
         wide = self._scores(text, config)
-        rounding = (narrow - wide)[narrow.isfinite() & wide.isfinite()].abs().max()
+        last_digit = torch.finfo(self.session.model.dtype).eps * narrow[[token_id, other_id]].abs()
+        difference = (narrow - wide)[narrow.isfinite() & wide.isfinite()].abs().max()
+        rounding = torch.maximum(difference, last_digit[last_digit.isfinite()].max())
         if self.selection["do_sample"]:
             torch.manual_seed(self.seed)
             if written:

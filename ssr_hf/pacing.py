@@ -34,7 +34,7 @@ LAST_PROBE_AFTER = 512
 # Rounds with a second row before its cost is believed.
 ROWS_BELIEVED_AFTER = 8
 # Largest share of a draft's tokens that can be hoped to save a round each.
-HOPED_DRAFT_VALUE = 0.7
+HOPED_DRAFT_VALUE = 0.5
 # Every so many calls, the drafting choice that looks worse is tried again.
 RETRY_CALLS = 16
 
@@ -330,15 +330,16 @@ class MeasuredPacer:
                 self._probe_after.pop(key, None)
 
     def drafts_pay(self) -> bool:
-        return self._drafting
+        return self._drafting and self._riding_pays()
 
     def lane_pays(self) -> bool:
-        """Whether a draft token costs less than the round it can save.
+        return self._row_rounds < ROWS_BELIEVED_AFTER or self._riding_pays()
+
+    def _riding_pays(self) -> bool:
+        """Whether a draft token costs less than it can save, as far as that is known.
 
         A round with a draft costs `row_cost` instead of what a thinking token costs without one.
         """
-        if self._row_rounds < ROWS_BELIEVED_AFTER:
-            return True
         without = self._thinking_cost or 1.0
         return self.profile.row_cost - without < HOPED_DRAFT_VALUE
 

@@ -163,6 +163,8 @@ def tell(
             ssr_hf.cache.support.multi_token_support(model, model.generation_config)
             model.fed.clear()
         output = base.generate(ids, **{**defaults, **(arguments or {})})
+    # As plain `generate` leaves it: the last token is not fed yet.
+    assert output.cache.get_seq_length() == output.sequences.shape[1] - 1
     text = base.tokenizer.decode(output.sequences[0])[len(prompt) :]
     thinking, _, answer = text.partition(END)
     return Told(thinking, answer, output, base, small)
