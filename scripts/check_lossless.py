@@ -41,7 +41,8 @@ from ssr_hf.lanes import LANE_TYPES
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 N_BUILT_IN = 2
-SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.95}
+# Without top-k and top-p, at whose edge rounding removes a token at once.
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": None}
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
 
 

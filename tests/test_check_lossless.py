@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from cli_models import save_gguf, save_thinking_model, save_unmarked_model
 from transformers import Qwen3ForCausalLM
 from typer.testing import CliRunner, Result
@@ -142,14 +141,7 @@ def test_margin_of_a_sampled_token_is_that_of_its_own_draw(
         others = [token_id for token_id in range(len(session.tokenizer)) if token_id != best]
         for other_id in others[::20]:
             margin, _ = checker._measure(plain_ids[:at], best, other_id, config)
-            assert margin is not None or not _is_possible(checker, plain_ids[:at], other_id, config)
-
-
-def _is_possible(checker: Any, written: tuple[int, ...], token_id: int, config: Any) -> bool:
-    text = torch.cat(
-        [checker.request.input_ids, checker.request.input_ids.new_tensor([written])], dim=1
-    )
-    return bool(checker._scores(text, config)[token_id].isfinite())
+            assert margin is not None
 
 
 @pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
