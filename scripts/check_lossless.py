@@ -47,10 +47,7 @@ GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
 
 
 def settings(n_tokens: int) -> dict[str, ssr_hf.SelfSpeculationConfig]:
-    """What is checked, by name, with budgets that fit into generations of `n_tokens`.
-
-    Where thinking is capped, an answer is reached however long the model would think.
-    """
+    """What is checked, by name; where thinking is capped, an answer is reached in any case."""
     early = max(1, n_tokens // 16)
     fixed = ssr_hf.SelfSpeculationConfig(
         draft_budget=early, max_draft_tokens=max(2, n_tokens // 4), adaptive=False
