@@ -1,14 +1,15 @@
 """Never slower: how many candidates to offer, and whether to draft, from what was measured.
 
-A round with `m` candidates costs `r(m + 1)` single-token rounds and commits one token more than it
-accepts. The pacer offers the `m` with the most expected tokens per cost, offers nothing where no
-`m` beats plain decoding, and then probes rarely. What was learnt lives in a `Profile` that outlives
-the call. No choice made here can change a token; it changes only which tokens are offered.
+Cost is counted in single-token rounds, so an accepted candidate saves 1. The pacer offers the
+number of candidates whose expected saving exceeds their added cost by most, offers nothing where
+none does, and then probes rarely. What was learnt lives in a `Profile` that outlives the call. No
+choice made here can change a token; it changes only which tokens are offered.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
@@ -20,13 +21,18 @@ from .stats import Round, SpeculationStats
 COST_WEIGHT = 0.15
 # A measurement may leave the average by this factor at most: a pause of the machine is no cost.
 OUTLIER = 1.5
-# Cost of one more token of a round before anything was measured, in single-token rounds.
+# Cost of one more token of a round before anything was measured, in single-token rounds; it counts
+# as much as PRIOR_ROUNDS measured rounds of few and as many of PRIOR_LONG tokens.
 PRIOR_SLOPE = 0.03
+PRIOR_ROUNDS = 2.0
+PRIOR_SHORT, PRIOR_LONG = 2, 34
+# A measured cost counts less by this factor with every round after it.
+COST_FADING = 0.97
 # Every acceptance count fades by this factor when it is added to, so that old text counts less.
 FADING = 0.98
 N_BINS = 10
 PRIOR_TRIALS = 4.0
-# Estimates err, so a block has to promise this much more than plain decoding.
+# Estimates err, so candidates have to promise this many times what they cost.
 MARGIN = 1.05
 PROBE_TOKENS = 4
 FIRST_PROBE_AFTER = 16
@@ -39,6 +45,50 @@ HOPED_DRAFT_VALUE = 0.5
 RETRY_CALLS = 16
 
 BLOCK_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+
+
+def _prior_sum(power: int, slope: float = 0.0) -> Callable[[], float]:
+    """A sum over the prior rounds of `n ** power`, times their cost where there is a slope."""
+    sizes = (PRIOR_SHORT, PRIOR_LONG)
+    costs = [1 + slope * (n - 1) for n in sizes]
+    total = sum(PRIOR_ROUNDS * n**power * cost for n, cost in zip(sizes, costs, strict=True))
+    return lambda: total
+
+
+@dataclass(slots=True)
+class CostLine:
+    """Cost of a round of several tokens: a line over their number, by fading least squares.
+
+    On CPUs the first extra token costs a jump (a product with a matrix instead of a vector) and
+    each further one the same again; on GPUs the line is flat over the sizes in question. A line has
+    two unknowns, so that each round says something about all sizes.
+    """
+
+    weight: float = field(default_factory=_prior_sum(0))
+    tokens: float = field(default_factory=_prior_sum(1))
+    tokens_squared: float = field(default_factory=_prior_sum(2))
+    cost: float = field(default_factory=_prior_sum(0, PRIOR_SLOPE))
+    tokens_cost: float = field(default_factory=_prior_sum(1, PRIOR_SLOPE))
+
+    def at(self, n_tokens: int) -> float:
+        """Cost of feeding `n_tokens`, in single-token rounds."""
+        if n_tokens <= 1:
+            return 1.0
+        spread = self.weight * self.tokens_squared - self.tokens**2
+        slope = (self.weight * self.tokens_cost - self.tokens * self.cost) / spread
+        slope = max(0.0, slope)
+        return max(1.0, (self.cost + slope * (self.weight * n_tokens - self.tokens)) / self.weight)
+
+    def observe(self, n_tokens: int, cost: float) -> None:
+        """Takes the cost of one round."""
+        expected = self.at(n_tokens)
+        # No block is cheaper than a step: where it looks so, the steps were disturbed.
+        cost = min(max(1.0, cost, expected / OUTLIER), expected * OUTLIER)
+        self.weight = self.weight * COST_FADING + 1
+        self.tokens = self.tokens * COST_FADING + n_tokens
+        self.tokens_squared = self.tokens_squared * COST_FADING + n_tokens**2
+        self.cost = self.cost * COST_FADING + cost
+        self.tokens_cost = self.tokens_cost * COST_FADING + n_tokens * cost
 
 
 @dataclass(slots=True)
@@ -112,7 +162,7 @@ class Profile:
 
     Args:
         step_seconds (`float`): Seconds of a single-token round; 0 before the first.
-        cost (`dict[int, float]`): Cost of a round by tokens fed, in single-token rounds.
+        cost (`CostLine`): Cost of a round by tokens fed, in single-token rounds.
         row_cost (`float`): Cost of a single-token round that carries a draft; 0 if unknown.
         chains (`dict[str, Chain]`): Acceptance of candidates without estimates, by source and
             phase.
@@ -133,7 +183,7 @@ class Profile:
     """
 
     step_seconds: float = 0.0
-    cost: dict[int, float] = field(default_factory=dict)
+    cost: CostLine = field(default_factory=CostLine)
     row_cost: float = 0.0
     chains: dict[str, Chain] = field(default_factory=dict)
     calibrations: dict[str, Calibration] = field(default_factory=dict)
@@ -161,7 +211,7 @@ class Profile:
         """
         try:
             values = json.loads(text)
-            values["cost"] = {int(n): float(cost) for n, cost in values["cost"].items()}
+            values["cost"] = CostLine(**values["cost"])
             for name, kind in (("chains", Chain), ("calibrations", Calibration)):
                 values[name] = {key: kind(**counts) for key, counts in values[name].items()}
             return cls(**values)
@@ -171,22 +221,6 @@ class Profile:
                 message(f"The text is no profile ({error})", accepted, "Start with Profile()")
             ) from error
 
-    def relative_cost(self, n_tokens: int) -> float:
-        """Cost of feeding `n_tokens` in one round, in single-token rounds."""
-        if n_tokens <= 1:
-            return 1.0
-        known = tuple(self.cost)
-        below = max((n for n in known if n <= n_tokens), default=1)
-        above = min((n for n in known if n >= n_tokens), default=0)
-        cost_below = self.cost.get(below, 1.0)
-        if above > below:
-            share = (n_tokens - below) / (above - below)
-            return cost_below + share * (max(self.cost[above], cost_below) - cost_below)
-        if below >= 8:
-            # Beyond what was measured, cost grows at most in proportion.
-            return max(cost_below, cost_below + (n_tokens - below) * (cost_below - 1) / below)
-        return cost_below + (n_tokens - below) * PRIOR_SLOPE
-
     def round_cost(self, entry: Round) -> float:
         """Cost of a round as it is learnt by now, in single-token rounds.
 
@@ -194,7 +228,7 @@ class Profile:
         """
         if entry.rows == 2:
             return self.row_cost or 1.0
-        return self.relative_cost(entry.n_fed)
+        return self.cost.at(entry.n_fed)
 
     def observe_cost(self, n_tokens: int, rows: int, seconds: float) -> None:
         """Takes the time of one round."""
@@ -206,11 +240,7 @@ class Profile:
         if rows == 2 and n_tokens == 1:
             self.row_cost = _average(self.row_cost, relative)
         elif rows == 1 and n_tokens > 1:
-            size = max(s for s in BLOCK_SIZES if s <= max(2, n_tokens))
-            # A bucket stands for its smallest size, so the cost of a larger block is scaled down.
-            # No block is cheaper than a step: where it looks so, the steps were disturbed.
-            scaled = max(1.0, relative * size / n_tokens)
-            self.cost[size] = _average(self.cost.get(size, 0.0), scaled)
+            self.cost.observe(n_tokens, relative)
 
 
 def _average(old: float, new: float) -> float:
@@ -283,14 +313,14 @@ class MeasuredPacer:
         return candidates.first(size)
 
     def _best_size(self, key: str, candidates: Candidates, n_pending: int) -> int:
-        cost = self.profile.relative_cost
+        cost = self.profile.cost.at
         available = len(candidates.token_ids)
         sizes = [*(size for size in BLOCK_SIZES if size < available), available]
-        best, best_rate = 0, MARGIN / cost(n_pending)
-        for size, n_accepted in zip(sizes, self._expected(key, candidates, sizes), strict=True):
-            rate = (1 + n_accepted) / cost(n_pending + size)
-            if rate > best_rate:
-                best, best_rate = size, rate
+        best, best_gain = 0, 0.0
+        for size, saved in zip(sizes, self._expected(key, candidates, sizes), strict=True):
+            gain = saved - MARGIN * (cost(n_pending + size) - cost(n_pending))
+            if gain > best_gain:
+                best, best_gain = size, gain
         return best
 
     def _expected(self, key: str, candidates: Candidates, sizes: list[int]) -> list[float]:

@@ -73,10 +73,10 @@ def test_cost_between_and_beyond_measured_sizes():
     """Bug: an unmeasured size is taken for free, or for impossibly dear."""
     profile = Profile()
     teach_cost(MeasuredPacer(profile), {8: 2.0, 32: 5.0})
-    assert profile.relative_cost(1) == 1.0
-    assert profile.relative_cost(8) == pytest.approx(2.0, rel=0.05)
-    assert profile.relative_cost(20) == pytest.approx(3.5, rel=0.05)
-    assert profile.relative_cost(64) == pytest.approx(9.0, rel=0.1)
+    assert profile.cost.at(1) == 1.0
+    assert profile.cost.at(8) == pytest.approx(2.0, rel=0.05)
+    assert profile.cost.at(20) == pytest.approx(3.5, rel=0.05)
+    assert profile.cost.at(64) == pytest.approx(9.0, rel=0.1)
 
 
 def test_a_pause_of_the_machine_is_no_cost():
@@ -85,7 +85,7 @@ def test_a_pause_of_the_machine_is_no_cost():
     pacer = MeasuredPacer(profile)
     teach_cost(pacer, {8: 1.5})
     pacer.observe(make_round(8, cost=500.0), Candidates())
-    assert profile.relative_cost(8) < 1.7
+    assert profile.cost.at(8) < 1.7
 
 
 def test_backs_off_when_nothing_is_accepted_and_probes_ever_more_rarely():
