@@ -108,7 +108,10 @@ def assemble(
 ) -> SelfSpeculativeDecoding:
     """Puts the parts together; nothing is run but the one-time probe of the model."""
     recorder = Recorder(on_round=getattr(call.streamer, "on_round", None))
-    lane_type = _supported_lane(call.model, "lockstep" if config.lane == "auto" else config.lane)
+    pacer: Pacer = (
+        MeasuredPacer(profile, config.lane) if config.adaptive else FixedPacer(config.lane)
+    )
+    lane_type = _supported_lane(call.model, pacer.lane)
     markers = find_markers(call, config)
     support = multi_token_support(call.model, call.generation_config)
     if isinstance(support, Unsupported):
@@ -117,7 +120,6 @@ def assemble(
         config = replace(config, reuse="none")
     sequence = TokenSequence(call.input_ids)
     tracker = PhaseTracker(markers, sequence.token_ids)
-    pacer: Pacer = MeasuredPacer(profile) if config.adaptive else FixedPacer()
     target = Target(call.model, sequence, call.model_kwargs, call.keeps_hidden_states)
     committer = Committer(
         sequence,

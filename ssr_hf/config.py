@@ -141,7 +141,8 @@ class SelfSpeculationConfig:
             The marker that starts thinking. Found from the tokenizer when None.
         draft_budget (`int` or `Sequence[int]`, *optional*):
             Thinking tokens after which an answer is drafted; several increasing budgets draft
-            several times. When None, 128, or half of a `thinking_budget` below 256.
+            several times. When None, 128, or half of a `thinking_budget` below 256, or earlier
+            where past calls left too little thinking after it for a whole draft.
         draft_interval (`int`, *optional*):
             After the last budget, draft again every so many thinking tokens.
         max_draft_tokens (`int`, *optional*, defaults to 500):

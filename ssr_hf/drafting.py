@@ -55,6 +55,9 @@ class DraftSchedule:
         self._stage = 0
         self._opened_at = 0.0
         self._block = tracker.blocks
+        self._budgets = config.draft_budgets
+        if config.draft_budget is None:
+            self._budgets = (pacer.first_budget(*config.draft_budgets),)
         self._next_budget: int | None = self._budget_after(0)
         self._is_held = False
         self.newest: Draft | None = None
@@ -147,14 +150,13 @@ class DraftSchedule:
         """The first branch point behind `thinking_tokens`, in thinking tokens."""
         if not self._config.drafts:
             return None
-        budgets = self._config.draft_budgets
-        for budget in budgets:
+        for budget in self._budgets:
             if budget > thinking_tokens:
                 return budget
         interval = self._config.draft_interval
         if interval is None:
             return None
-        return thinking_tokens + interval - (thinking_tokens - budgets[-1]) % interval
+        return thinking_tokens + interval - (thinking_tokens - self._budgets[-1]) % interval
 
     def _is_due(self, tracker: PhaseTracker) -> bool:
         return self._next_budget is not None and tracker.n_thinking >= self._next_budget

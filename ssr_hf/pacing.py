@@ -43,6 +43,10 @@ ROWS_BELIEVED_AFTER = 8
 HOPED_DRAFT_VALUE = 0.5
 # Every so many calls, the drafting choice that looks worse is tried again.
 RETRY_CALLS = 16
+# The first draft branches so early that this many times the usual answer fits beside the thinking
+# that is left, but not before EARLIEST_BRANCH thinking tokens.
+DRAFT_ROOM = 1.25
+EARLIEST_BRANCH = 16
 
 BLOCK_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
@@ -167,6 +171,8 @@ class Profile:
         chains (`dict[str, Chain]`): Acceptance of candidates without estimates, by source and
             phase.
         calibrations (`dict[str, Calibration]`): Acceptance of spans, by source and phase.
+        thinking_cost (`float`): Cost per token of thinking beside which no draft rode.
+        thinking_tokens (`float`): Tokens of thinking.
         answer_cost (`dict[str, float]`): Cost per token of answers, with and without drafts.
         answer_tokens (`float`): Tokens of an answer.
         draft_cost (`float`): Cost of the drafts of one call, in single-token rounds.
@@ -187,6 +193,8 @@ class Profile:
     row_cost: float = 0.0
     chains: dict[str, Chain] = field(default_factory=dict)
     calibrations: dict[str, Calibration] = field(default_factory=dict)
+    thinking_cost: float = 0.0
+    thinking_tokens: float = 0.0
     answer_cost: dict[str, float] = field(default_factory=dict)
     answer_tokens: float = 0.0
     draft_cost: float = 0.0
@@ -258,6 +266,13 @@ class Pacer(Protocol):
     def observe(self, entry: Round, candidates: Candidates) -> None:
         """Follows a round."""
 
+    @property
+    def lane(self) -> str:
+        """The lane of this call."""
+
+    def first_budget(self, budget: int) -> int:
+        """Where to branch first, in thinking tokens, if the user left it open."""
+
     def drafts_pay(self) -> bool:
         """Whether to open a draft now."""
 
@@ -269,13 +284,23 @@ class Pacer(Protocol):
 
 
 class FixedPacer:
-    """Offers everything, drafts always: every choice is a function of settings and tokens."""
+    """Offers everything, drafts always: every choice is a function of settings and tokens.
+
+    Args:
+        lane (`str`): A lane, or `"auto"` for `"lockstep"`.
+    """
+
+    def __init__(self, lane: str = "auto") -> None:
+        self.lane = "lockstep" if lane == "auto" else lane
 
     def trim(self, candidates: Candidates, phase: str, n_pending: int) -> Candidates:
         return candidates
 
     def observe(self, entry: Round, candidates: Candidates) -> None:
         pass
+
+    def first_budget(self, budget: int) -> int:
+        return budget
 
     def drafts_pay(self) -> bool:
         return True
@@ -292,14 +317,15 @@ class MeasuredPacer:
 
     Args:
         profile (`Profile`): What earlier calls learnt; it is updated.
+        lane (`str`): A lane, or `"auto"` for the one that is cheaper.
     """
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, lane: str = "auto") -> None:
         self.profile = profile
+        self.lane = self._choose_lane() if lane == "auto" else lane
         self._skipped: dict[str, int] = {}
         self._probe_after: dict[str, int] = {}
         self._row_rounds = 0
-        self._thinking_cost = 0.0
         self._drafting = self._choose_drafting()
 
     def trim(self, candidates: Candidates, phase: str, n_pending: int) -> Candidates:
@@ -347,7 +373,7 @@ class MeasuredPacer:
         self._row_rounds += entry.rows == 2
         if entry.phase == "thinking" and entry.rows == 1 and self.profile.step_seconds:
             cost = entry.seconds / self.profile.step_seconds / entry.n_committed
-            self._thinking_cost = _average(self._thinking_cost, cost)
+            self.profile.thinking_cost = _average(self.profile.thinking_cost, cost)
         if entry.n_proposed and entry.source != "marker":
             key = _key(candidates, entry.phase)
             if candidates.chances:
@@ -359,19 +385,35 @@ class MeasuredPacer:
             if entry.n_accepted == entry.n_proposed:
                 self._probe_after.pop(key, None)
 
+    def first_budget(self, budget: int) -> int:
+        profile = self.profile
+        if not profile.thinking_tokens:
+            return budget
+        room = profile.thinking_tokens - DRAFT_ROOM * profile.answer_tokens
+        return min(budget, max(EARLIEST_BRANCH, int(room)))
+
     def drafts_pay(self) -> bool:
-        return self._drafting and self._riding_pays()
+        # A draft that does not ride is judged by whole calls alone.
+        return self._drafting and (self.lane != "lockstep" or self._riding_pays())
 
     def lane_pays(self) -> bool:
         return self._row_rounds < ROWS_BELIEVED_AFTER or self._riding_pays()
 
+    def _choose_lane(self) -> str:
+        """Lets drafts ride, unless they are cheaper in the foreground, written like any answer."""
+        alone = self.profile.answer_cost.get("plain")
+        return "lockstep" if alone is None or alone >= self._riding_price() else "sequential"
+
     def _riding_pays(self) -> bool:
-        """Whether a draft token costs less than it can save, as far as that is known.
+        return self._riding_price() < HOPED_DRAFT_VALUE
+
+    def _riding_price(self) -> float:
+        """What a draft token costs that rides along, as far as that is known.
 
         A round with a draft costs `row_cost` instead of what a thinking token costs without one.
         """
-        without = self._thinking_cost or 1.0
-        return self.profile.row_cost - without < HOPED_DRAFT_VALUE
+        profile = self.profile
+        return max(0.0, profile.row_cost - (profile.thinking_cost or 1.0))
 
     def _choose_drafting(self) -> bool:
         """Drafts if answers become cheaper by more than drafts cost; tries each way once."""
@@ -388,12 +430,12 @@ class MeasuredPacer:
         profile.calls += 1
         answer = [entry for entry in stats.rounds if entry.phase == "answering"]
         n_tokens = sum(entry.n_committed for entry in answer)
-        # A call that was meant to draft and never came to it says nothing about drafts.
-        if not n_tokens or not profile.step_seconds or self._drafting != bool(stats.drafts):
+        if not n_tokens or not profile.step_seconds:
             return
         arm = "drafts" if stats.drafts else "plain"
         cost = sum(profile.round_cost(entry) for entry in answer) / n_tokens
         profile.answer_cost[arm] = _average(profile.answer_cost.get(arm, 0.0), cost)
+        profile.thinking_tokens = _average(profile.thinking_tokens, stats.thinking_tokens)
         profile.answer_tokens = _average(profile.answer_tokens, n_tokens)
         if stats.drafts:
             profile.draft_cost = _average(profile.draft_cost, self._draft_cost(stats))
@@ -402,7 +444,7 @@ class MeasuredPacer:
         """What the drafts of a call cost, in single-token rounds."""
         riding = sum(entry.rows == 2 for entry in stats.rounds)
         if riding:
-            return riding * max(0.0, self.profile.row_cost - (self._thinking_cost or 1.0))
+            return riding * self._riding_price()
         return sum(draft.seconds for draft in stats.drafts) / self.profile.step_seconds
 
 

@@ -73,6 +73,7 @@ def test_cost_between_and_beyond_measured_sizes():
     """Bug: an unmeasured size is taken for free, or for impossibly dear."""
     profile = Profile()
     teach_cost(MeasuredPacer(profile), {8: 2.0, 32: 5.0})
+    assert profile.cost.at(2) == pytest.approx(1.25, rel=0.1)
     assert profile.cost.at(1) == 1.0
     assert profile.cost.at(8) == pytest.approx(2.0, rel=0.05)
     assert profile.cost.at(20) == pytest.approx(3.5, rel=0.05)
@@ -139,6 +140,53 @@ def test_a_second_row_has_to_cost_less_than_it_can_save(row_cost: float, pays: b
         pacer.observe(make_round(phase="thinking"), Candidates())
         pacer.observe(make_round(phase="thinking", rows=2, cost=row_cost), Candidates())
     assert pacer.lane_pays() is pays
+
+
+@pytest.mark.parametrize(
+    ("row_cost", "lane"), [(1.2, "lockstep"), (1.45, "lockstep"), (1.7, "sequential")]
+)
+def test_auto_lane_is_the_cheaper_one(row_cost: float, lane: str):
+    """Bug: drafts ride along where writing them in the foreground costs less, or never do."""
+    profile = Profile(step_seconds=STEP, row_cost=row_cost, answer_cost={"plain": 0.5})
+    pacer = MeasuredPacer(profile)
+    assert pacer.lane == lane
+    assert pacer.drafts_pay()
+    assert MeasuredPacer(profile, "stream").lane == "stream"
+    assert FixedPacer().lane == MeasuredPacer(Profile()).lane == "lockstep"
+    assert FixedPacer("sequential").lane == "sequential"
+
+
+def test_first_draft_branches_early_enough_to_be_finished():
+    """Bug: thinking ends in the middle of the draft in call after call."""
+    profile = Profile(step_seconds=STEP)
+    assert MeasuredPacer(profile).first_budget(128) == 128
+    for thinking_tokens, answer_tokens, budget in ((1000, 100, 128), (200, 96, 80), (60, 90, 16)):
+        profile.thinking_tokens, profile.answer_tokens = thinking_tokens, answer_tokens
+        assert MeasuredPacer(profile).first_budget(128) == budget
+    assert FixedPacer().first_budget(128) == 128
+
+
+@pytest.mark.parametrize(("settings", "budget"), [({}, 20), ({"draft_budget": 25}, 25)])
+def test_short_thinking_moves_the_default_branch_point_and_no_other(
+    settings: dict[str, int], budget: int
+):
+    """Bug: what was learnt overrides the user's budget, or never reaches the schedule."""
+    model = build_model("qwen3")
+    prompt = random_prompt(model, 9, seed=1)
+    plain = model.generate(prompt, max_new_tokens=60, do_sample=False)
+    unused = next(token for token in range(1, 256) if token not in plain[0])
+    ssr_hf.enable(model, profile=Profile(thinking_tokens=100.0, answer_tokens=64.0))
+    try:
+        output = model.generate(
+            prompt,
+            max_new_tokens=60,
+            do_sample=False,
+            return_dict_in_generate=True,
+            self_speculation={"end_of_thinking": [unused], **settings},
+        )
+    finally:
+        ssr_hf.disable(model)
+    assert [draft.branch_tokens for draft in output.speculation.drafts] == [budget]
 
 
 def finished_call(pacer: MeasuredPacer, *, drafts: bool, tokens_per_round: int) -> None:
