@@ -12,7 +12,7 @@ from .errors import ConfigError, MarkerError, SelfSpeculationError, UnsupportedE
 from .generation import disable, enable, self_speculative_decoding
 from .markers import ThinkingMarkers
 from .outputs import SelfSpeculativeOutput
-from .pacing import Profile
+from .profile import Profile
 from .specreason import ProposedStep, StepReport, StepSpeculationConfig, StepSpeculationStats
 from .stats import DraftReport, Round, SpeculationStats
 

@@ -22,7 +22,8 @@ from .errors import MarkerError, UnsupportedError, message
 from .lanes import LANE_TYPES, DraftRules, Lane
 from .markers import PhaseTracker, ThinkingMarkers
 from .outputs import SelfSpeculativeOutput
-from .pacing import FixedPacer, MeasuredPacer, Pacer, Profile
+from .pacing import FixedPacer, MeasuredPacer, Pacer
+from .profile import Profile
 from .specreason import StepRequest, StepSpeculation, bind_steps
 from .stats import Recorder, SpeculationStats
 from .target import Target

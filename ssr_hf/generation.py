@@ -29,7 +29,7 @@ from .config import SelfSpeculationConfig
 from .errors import ConfigError, message
 from .host_call import HostCall
 from .outputs import SelfSpeculativeOutput
-from .pacing import Profile
+from .profile import Profile
 from .refusals import refuse_arguments, refuse_call
 from .specreason import StepRequest, StepSpeculationConfig, refuse_steps
 

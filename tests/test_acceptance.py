@@ -21,7 +21,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor
 
 from ssr_hf import SelfSpeculationConfig, ThinkingBudgetLogitsProcessor, ThinkingMarkers
 from ssr_hf.acceptance import Proposal, draft_seed, judged_distribution
-from ssr_hf.pacing import MeasuredPacer, Profile
+from ssr_hf.pacing import MeasuredPacer
+from ssr_hf.profile import Profile
 from ssr_hf.records import Candidates
 
 EOS, MARKER = 0, 2

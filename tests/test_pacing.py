@@ -16,8 +16,8 @@ from ssr_hf.pacing import (
     PROBE_TOKENS,
     FixedPacer,
     MeasuredPacer,
-    Profile,
 )
+from ssr_hf.profile import Profile
 from ssr_hf.records import Candidates
 from ssr_hf.stats import DraftReport, Round, SpeculationStats
 

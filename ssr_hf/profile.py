@@ -1,0 +1,239 @@
+"""What was learnt about a model on a machine: cost of rounds, acceptance of candidates.
+
+Cost is counted in single-token rounds: it then says the same on a busy machine as on an idle one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from .errors import ConfigError, message
+from .stats import Round
+
+# Weight of the newest measurement in a moving average.
+AVERAGE_WEIGHT = 0.15
+# A measurement may leave what is expected by this factor at most: a pause of the machine is no
+# cost.
+OUTLIER = 1.5
+# Cost of one more token of a round before anything was measured. It counts as much as PRIOR_ROUNDS
+# rounds of each of these sizes.
+PRIOR_SLOPE = 0.03
+PRIOR_ROUNDS = 2.0
+PRIOR_SIZES = (2, 34)
+# A measured cost counts less by this factor with every round after it.
+COST_FADING = 0.97
+# Every acceptance count fades by this factor when it is added to, so that old text counts less.
+FADING = 0.98
+N_BINS = 10
+PRIOR_TRIALS = 4.0
+
+
+@dataclass(slots=True)
+class CostLine:
+    """Cost of a round of several tokens: a line over their number, by fading least squares.
+
+    On CPUs the first extra token costs a jump (a product with a matrix instead of a vector) and
+    each further one the same again; on GPUs the line is flat over the sizes in question. A line has
+    two unknowns, so that each round says something about all sizes.
+    """
+
+    weight: float = 0.0
+    tokens: float = 0.0
+    tokens_squared: float = 0.0
+    cost: float = 0.0
+    tokens_cost: float = 0.0
+
+    @classmethod
+    def prior(cls) -> CostLine:
+        """The line before anything was measured."""
+        line = cls()
+        for n_tokens in PRIOR_SIZES:
+            line._add(n_tokens, 1 + PRIOR_SLOPE * (n_tokens - 1), PRIOR_ROUNDS)
+        return line
+
+    def at(self, n_tokens: int) -> float:
+        """Cost of feeding `n_tokens`, in single-token rounds."""
+        if n_tokens <= 1:
+            return 1.0
+        spread = self.weight * self.tokens_squared - self.tokens**2
+        slope = (self.weight * self.tokens_cost - self.tokens * self.cost) / spread
+        slope = max(0.0, slope)
+        return max(1.0, (self.cost + slope * (self.weight * n_tokens - self.tokens)) / self.weight)
+
+    def observe(self, n_tokens: int, cost: float) -> None:
+        """Takes the cost of one round."""
+        expected = self.at(n_tokens)
+        # No block is cheaper than a step: where it looks so, the steps were disturbed.
+        cost = min(max(1.0, cost, expected / OUTLIER), expected * OUTLIER)
+        self._add(n_tokens, cost, 1.0)
+
+    def _add(self, n_tokens: int, cost: float, weight: float) -> None:
+        self.weight = self.weight * COST_FADING + weight
+        self.tokens = self.tokens * COST_FADING + weight * n_tokens
+        self.tokens_squared = self.tokens_squared * COST_FADING + weight * n_tokens**2
+        self.cost = self.cost * COST_FADING + weight * cost
+        self.tokens_cost = self.tokens_cost * COST_FADING + weight * n_tokens * cost
+
+
+@dataclass(slots=True)
+class Chain:
+    """Chances that the first candidate, and each after an accepted one, is accepted.
+
+    For candidates that come without an estimate, such as drafts. Fading counts from a prior.
+    """
+
+    first_hits: float = 3.2
+    first_trials: float = 4.0
+    next_hits: float = 3.6
+    next_trials: float = 4.0
+
+    def expected(self, sizes: list[int]) -> list[float]:
+        """Expected number of accepted candidates for each number of candidates."""
+        first = self.first_hits / self.first_trials
+        following = min(0.995, self.next_hits / self.next_trials)
+        return [first * (1 - following**size) / (1 - following) for size in sizes]
+
+    def observe(self, n_proposed: int, n_accepted: int) -> None:
+        """Counts one round."""
+        self.first_hits = self.first_hits * FADING + (n_accepted > 0)
+        self.first_trials = self.first_trials * FADING + 1
+        if n_accepted > 0 and n_proposed > 1:
+            self.next_hits = self.next_hits * FADING + n_accepted - 1
+            self.next_trials = self.next_trials * FADING + min(n_accepted, n_proposed - 1)
+
+
+def _prior_hits() -> list[float]:
+    return [PRIOR_TRIALS * (bin_index + 0.5) / N_BINS for bin_index in range(N_BINS)]
+
+
+def _prior_trials() -> list[float]:
+    return [PRIOR_TRIALS] * N_BINS
+
+
+@dataclass(slots=True)
+class Calibration:
+    """How often candidates were right, by the chance that was estimated for them.
+
+    Bin `b` holds fading counts of the candidates whose estimate lay in `[b, b + 1) / N_BINS`; they
+    start as if the estimates were true.
+    """
+
+    hits: list[float] = field(default_factory=_prior_hits)
+    trials: list[float] = field(default_factory=_prior_trials)
+
+    def expected(self, chances: tuple[float, ...], sizes: list[int]) -> list[float]:
+        """Expected number of accepted candidates for each number of candidates."""
+        hits, trials = self.hits, self.trials
+        sums = [0.0]
+        for chance in chances:
+            index = int(chance * N_BINS) if chance < 1 else N_BINS - 1
+            sums.append(sums[-1] + hits[index] / trials[index])
+        return [sums[size] for size in sizes]
+
+    def observe(self, chances: tuple[float, ...], n_accepted: int) -> None:
+        """Counts one round."""
+        for position, chance in enumerate(chances):
+            index = int(chance * N_BINS) if chance < 1 else N_BINS - 1
+            self.hits[index] = self.hits[index] * FADING + (position < n_accepted)
+            self.trials[index] = self.trials[index] * FADING + 1
+
+
+@dataclass(slots=True)
+class Profile:
+    """What was learnt about a model on a machine: cost by token count, acceptance by source.
+
+    `enable` holds one per model; pass one to share, save or load it.
+
+    Args:
+        step_seconds (`float`): Seconds of a single-token round; 0 before the first.
+        cost (`CostLine`): Cost of a round by tokens fed, in single-token rounds.
+        row_cost (`float`): Cost of a single-token round that carries a draft; 0 if unknown.
+        chains (`dict[str, Chain]`): Acceptance of candidates without estimates, by source and
+            phase.
+        calibrations (`dict[str, Calibration]`): Acceptance of spans, by source and phase.
+        thinking_cost (`float`): Cost per token of thinking beside which no draft rode.
+        thinking_tokens (`float`): Tokens of thinking.
+        answer_cost (`dict[str, float]`): Cost per token of answers, with and without drafts.
+        answer_tokens (`float`): Tokens of an answer.
+        draft_cost (`float`): Cost of the drafts of one call, in single-token rounds.
+        calls (`int`): Calls seen.
+
+    Example:
+
+    ```python
+    >>> from ssr_hf import Profile
+    >>> Profile.from_json(Profile().to_json()) == Profile()
+    True
+
+    ```
+    """
+
+    step_seconds: float = 0.0
+    cost: CostLine = field(default_factory=CostLine.prior)
+    row_cost: float = 0.0
+    chains: dict[str, Chain] = field(default_factory=dict)
+    calibrations: dict[str, Calibration] = field(default_factory=dict)
+    thinking_cost: float = 0.0
+    thinking_tokens: float = 0.0
+    answer_cost: dict[str, float] = field(default_factory=dict)
+    answer_tokens: float = 0.0
+    draft_cost: float = 0.0
+    calls: int = 0
+
+    def to_json(self) -> str:
+        """The profile as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Reads what `to_json` wrote.
+
+        Args:
+            text (`str`): A JSON object.
+
+        Returns:
+            `Profile`: The profile.
+
+        Raises:
+            `ConfigError`: The text is no saved profile.
+        """
+        try:
+            values = json.loads(text)
+            values["cost"] = CostLine(**values["cost"])
+            for name, kind in (("chains", Chain), ("calibrations", Calibration)):
+                values[name] = {key: kind(**counts) for key, counts in values[name].items()}
+            return cls(**values)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            accepted = "A JSON object written by Profile.to_json() is accepted"
+            raise ConfigError(
+                message(f"The text is no profile ({error})", accepted, "Start with Profile()")
+            ) from error
+
+    def round_cost(self, entry: Round) -> float:
+        """Cost of a round as it is learnt by now, in single-token rounds.
+
+        Calls are compared by this rather than by their seconds: it does not move with the machine.
+        """
+        if entry.rows == 2:
+            return self.row_cost or 1.0
+        return self.cost.at(entry.n_fed)
+
+    def observe_cost(self, n_tokens: int, rows: int, seconds: float) -> None:
+        """Takes the time of one round."""
+        if n_tokens == 1 and rows == 1:
+            self.step_seconds = average(self.step_seconds, seconds)
+        if self.step_seconds == 0.0:
+            return
+        relative = seconds / self.step_seconds
+        if rows == 2 and n_tokens == 1:
+            self.row_cost = average(self.row_cost, relative)
+        elif rows == 1 and n_tokens > 1:
+            self.cost.observe(n_tokens, relative)
+
+
+def average(old: float, new: float) -> float:
+    """Moves an average, of which 0 stands for none, towards a new value."""
+    if old == 0.0:
+        return new
+    return old + AVERAGE_WEIGHT * (min(max(new, old / OUTLIER), old * OUTLIER) - old)
