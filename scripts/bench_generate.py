@@ -252,7 +252,9 @@ def main(
     dtype: Annotated[str, typer.Option(help="Weights' dtype.")] = "float32",
     max_new_tokens: Annotated[int, typer.Option(help="Longest output.")] = MAX_NEW_TOKENS,
     thinking_budget: Annotated[int | None, typer.Option(help="Force the marker there.")] = None,
-    draft_budget: Annotated[int, typer.Option(help="Draft after so many thinking tokens.")] = 128,
+    draft_budget: Annotated[
+        int | None, typer.Option(help="Draft after so many thinking tokens.")
+    ] = None,
     end_of_thinking: Annotated[str | None, typer.Option(help="Marker text.")] = None,
     think_open: Annotated[str, typer.Option(help="Text that opens thinking in the prompt.")] = "",
     lane: Annotated[list[str] | None, typer.Option(help="Also measure these lanes.")] = None,

@@ -33,8 +33,8 @@ def scripted_drafts(
     """
     select = DraftWriter._select
 
-    def scripted(writer: DraftWriter, position_logits: torch.Tensor) -> int:
-        select(writer, position_logits)
+    def scripted(writer: DraftWriter, position_logits: torch.Tensor, best: int | None) -> int:
+        select(writer, position_logits, best)
         position = len(writer.token_ids)
         if position >= len(answer):
             return 0

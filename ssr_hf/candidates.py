@@ -121,14 +121,16 @@ class DraftGuesser:
         if previous is not None:
             self._generator.add_draft(previous)
 
-    def __call__(self, token_ids: Sequence[int], room: int, n_pending: int) -> Candidates:
+    def __call__(
+        self, token_ids: Sequence[int], room: int, n_pending: int, rows: int = 1
+    ) -> Candidates:
         """At most `room` candidates behind `token_ids`."""
         self._generator.add("answer", token_ids[self._n_seen :])
         self._n_seen = len(token_ids)
         if room < 1:
             return NO_CANDIDATES
         candidates = self._generator.propose(token_ids, room)
-        return self._pacer.trim(candidates, Phase.ANSWERING.value, n_pending)
+        return self._pacer.trim(candidates, Phase.ANSWERING.value, n_pending, rows)
 
 
 class Proposer:
@@ -160,8 +162,16 @@ class Proposer:
         if config.proposes_spans:
             self._generator.add("prompt", sequence.token_ids)
 
-    def propose(self, n_pending: int) -> Candidates:
-        """The candidates of the next round, which feeds `n_pending` committed tokens as well."""
+    def propose(self, n_pending: int, rows: int) -> Candidates:
+        """The candidates of the next round, which feeds `n_pending` committed tokens as well.
+
+        Args:
+            n_pending (`int`): Committed tokens that are fed in front of the candidates.
+            rows (`int`): Batch rows of the forward.
+
+        Returns:
+            `Candidates`: Possibly none.
+        """
         phase = self._tracker.phase
         # The model adds one token of its own to whatever is accepted.
         room = self._longest_text - len(self._sequence) - 1
@@ -173,7 +183,7 @@ class Proposer:
         if not candidates.token_ids and self._proposes_spans(phase):
             candidates = self._generator.propose(self._sequence.token_ids, room)
         candidates = candidates.first(min(room, len(candidates.token_ids)))
-        return self._pacer.trim(candidates, phase.value, n_pending)
+        return self._pacer.trim(candidates, phase.value, n_pending, rows)
 
     def _proposes_spans(self, phase: Phase) -> bool:
         if phase is Phase.THINKING and not self._config.suffix.speculates_while_thinking:

@@ -92,15 +92,15 @@ class SelfSpeculativeDecoding:
             self.follow(step.verdict, step.candidates, phase, step.n_fed)
             return
         candidates = self.choose()
-        n_fed = self.target.n_pending + len(candidates.token_ids)
         target_logits = self.lane.forward(candidates)
-        self.commit(target_logits, candidates, phase, n_fed)
+        self.commit(target_logits, candidates, phase, self.target.n_fed)
 
     def choose(self) -> Candidates:
-        """Candidates for the next round; none while a draft rides in the parent's forward."""
-        if self.lane.is_open and self.lane.holds_rounds:
+        """Candidates for the next round; none where a draft rides that cannot go at their pace."""
+        if not self.lane.takes_candidates:
             return NO_CANDIDATES
-        candidates = self.schedule.limit(self.proposer.propose(self.target.n_pending))
+        proposed = self.proposer.propose(self.target.n_pending, self.lane.rows)
+        candidates = self.schedule.limit(proposed)
         return candidates if self.steps is None else self.steps.refine(candidates)
 
     def commit(
@@ -114,7 +114,8 @@ class SelfSpeculativeDecoding:
         """Lets cache, phase, statistics and drafts follow a commit."""
         self.target.keep(len(verdict.token_ids))
         self.proposer.observe(verdict)
-        entry = self.recorder.end_round(phase, n_fed, candidates, verdict, self.lane.rows)
+        rows, n_drafted = self.lane.rows, self.lane.n_drafted
+        entry = self.recorder.end_round(phase, n_fed, candidates, verdict, rows, n_drafted)
         self.pacer.observe(entry, candidates)
         if candidates.source == "draft" and self.schedule.newest is not None:
             stage = self.schedule.newest.branch_point.stage

@@ -74,7 +74,7 @@ class DraftSchedule:
         Returns:
             `Draft` or `None`: The usable draft that was cut, if one was.
         """
-        self._is_held = held and self._lane.holds_rounds
+        self._is_held = held and self._lane.shares_forwards
         if not self._is_held or not self._lane.is_open:
             return None
         draft = self._collect(finished=False)

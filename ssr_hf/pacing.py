@@ -19,10 +19,8 @@ MARGIN = 1.05
 PROBE_TOKENS = 4
 FIRST_PROBE_AFTER = 16
 LAST_PROBE_AFTER = 512
-# Rounds with a second row before its cost is believed.
-ROWS_BELIEVED_AFTER = 8
-# Largest share of a draft's tokens that can be hoped to save a round each.
-HOPED_DRAFT_VALUE = 0.5
+# What a token of a draft can be hoped to save in the answer, before that was measured.
+HOPED_DRAFT_VALUE = 0.6
 # Every so many calls, the drafting choice that looks worse is tried again.
 RETRY_CALLS = 16
 # The first draft branches so early that this many times the usual answer fits beside the thinking
@@ -36,8 +34,11 @@ BLOCK_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384,
 class Pacer(Protocol):
     """Decides how much to speculate. It never sees tokens' logits and never changes a token."""
 
-    def trim(self, candidates: Candidates, phase: str, n_pending: int) -> Candidates:
-        """The leading candidates that are worth offering."""
+    def trim(self, candidates: Candidates, phase: str, n_pending: int, rows: int = 1) -> Candidates:
+        """The leading candidates that are worth offering.
+
+        The forward feeds `n_pending` tokens in front of them, and as much in each of its `rows`.
+        """
 
     def observe(self, entry: Round, candidates: Candidates) -> None:
         """Follows a round."""
@@ -69,7 +70,7 @@ class FixedPacer:
     def __init__(self, lane: str = "auto") -> None:
         self.lane = "lockstep" if lane == "auto" else lane
 
-    def trim(self, candidates: Candidates, phase: str, n_pending: int) -> Candidates:
+    def trim(self, candidates: Candidates, phase: str, n_pending: int, rows: int = 1) -> Candidates:
         return candidates
 
     def observe(self, entry: Round, candidates: Candidates) -> None:
@@ -101,26 +102,26 @@ class MeasuredPacer:
         self.lane = self._choose_lane() if lane == "auto" else lane
         self._skipped: dict[str, int] = {}
         self._probe_after: dict[str, int] = {}
-        self._row_rounds = 0
         self._drafting = self._choose_drafting()
 
-    def trim(self, candidates: Candidates, phase: str, n_pending: int) -> Candidates:
+    def trim(self, candidates: Candidates, phase: str, n_pending: int, rows: int = 1) -> Candidates:
         # How much of a sampled draft is judged must not depend on where it ends: see `acceptance`.
         if not candidates.token_ids or candidates.source == "marker" or candidates.proposals:
             return candidates
         key = _key(candidates, phase)
-        size = self._best_size(key, candidates, n_pending)
+        size = self._best_size(key, candidates, n_pending, rows)
         if size == 0:
             size = self._probe(key, len(candidates.token_ids))
         return candidates.first(size)
 
-    def _best_size(self, key: str, candidates: Candidates, n_pending: int) -> int:
+    def _best_size(self, key: str, candidates: Candidates, n_pending: int, rows: int) -> int:
         cost = self.profile.cost.at
+        cost_without = cost(rows * n_pending)
         available = len(candidates.token_ids)
         sizes = [*(size for size in BLOCK_SIZES if size < available), available]
         best, best_gain = 0, 0.0
         for size, saved in zip(sizes, self._expected(key, candidates, sizes), strict=True):
-            gain = saved - MARGIN * (cost(n_pending + size) - cost(n_pending))
+            gain = saved - MARGIN * (cost(rows * (n_pending + size)) - cost_without)
             if gain > best_gain:
                 best, best_gain = size, gain
         return best
@@ -145,18 +146,19 @@ class MeasuredPacer:
         # The time of a round in which a small model wrote tells nothing about this model.
         if entry.phase == "prefill" or entry.source in ("step", "assistant"):
             return
-        self.profile.observe_cost(entry.n_fed, entry.rows, entry.seconds)
-        self._row_rounds += entry.rows == 2
-        if entry.phase == "thinking" and entry.rows == 1 and self.profile.step_seconds:
-            cost = entry.seconds / self.profile.step_seconds / entry.n_committed
-            self.profile.thinking_cost = average(self.profile.thinking_cost, cost)
+        profile = self.profile
+        profile.observe_cost(entry.n_fed * entry.rows, entry.seconds)
+        if entry.rows == 2:
+            profile.riding.observe(self._added_cost(entry), entry.n_drafted)
+        elif entry.phase == "thinking":
+            profile.thinking.observe(profile.round_cost(entry), entry.n_committed)
         if entry.n_proposed and entry.source != "marker":
             key = _key(candidates, entry.phase)
             if candidates.chances:
-                calibration = self.profile.calibrations.setdefault(key, Calibration())
+                calibration = profile.calibrations.setdefault(key, Calibration())
                 calibration.observe(candidates.chances, entry.n_accepted)
             else:
-                chain = self.profile.chains.setdefault(key, Chain())
+                chain = profile.chains.setdefault(key, Chain())
                 chain.observe(entry.n_proposed, entry.n_accepted)
             if entry.n_accepted == entry.n_proposed:
                 self._probe_after.pop(key, None)
@@ -173,7 +175,7 @@ class MeasuredPacer:
         return self._drafting and (self.lane != "lockstep" or self._riding_pays())
 
     def lane_pays(self) -> bool:
-        return self._row_rounds < ROWS_BELIEVED_AFTER or self._riding_pays()
+        return self._riding_pays()
 
     def _choose_lane(self) -> str:
         """Lets drafts ride, unless they are cheaper in the foreground, written like any answer."""
@@ -181,23 +183,35 @@ class MeasuredPacer:
         return "lockstep" if alone is None or alone >= self._riding_price() else "sequential"
 
     def _riding_pays(self) -> bool:
-        return self._riding_price() < HOPED_DRAFT_VALUE
+        return self._riding_price() < self._draft_value()
+
+    def _draft_value(self) -> float:
+        """What a draft token saves in the answer: what can be hoped for, or more if it was so."""
+        known = self.profile.answer_cost
+        if "drafts" in known and "plain" in known:
+            return max(HOPED_DRAFT_VALUE, known["plain"] - known["drafts"])
+        return HOPED_DRAFT_VALUE
 
     def _riding_price(self) -> float:
-        """What a draft token costs that rides along, as far as that is known.
+        """What a draft token costs that rides along."""
+        return self.profile.riding.value(prior=self.profile.cost.at(2) - 1)
 
-        A round with a draft costs `row_cost` instead of what a thinking token costs without one.
-        """
-        profile = self.profile
-        return max(0.0, profile.row_cost - (profile.thinking_cost or 1.0))
+    def _added_cost(self, entry: Round) -> float:
+        """What a round with a draft costs more than the tokens it committed would without one."""
+        without = entry.n_committed * self.profile.thinking.value(prior=1.0)
+        return self.profile.round_cost(entry) - without
 
     def _choose_drafting(self) -> bool:
-        """Drafts if answers become cheaper by more than drafts cost; tries each way once."""
+        """Drafts if answers become cheaper by more than drafts cost, and until that is known.
+
+        Before there was an answer without a draft, it is taken to cost what thinking costs.
+        """
         profile = self.profile
         known = profile.answer_cost
-        if "drafts" not in known or "plain" not in known:
-            return "drafts" not in known
-        saved = (known["plain"] - known["drafts"]) * profile.answer_tokens
+        if "drafts" not in known:
+            return True
+        plain = known.get("plain", profile.thinking.value(prior=1.0))
+        saved = (plain - known["drafts"]) * profile.answer_tokens
         retry = profile.calls % RETRY_CALLS == RETRY_CALLS - 1
         return (saved > profile.draft_cost) != retry
 
@@ -218,9 +232,8 @@ class MeasuredPacer:
 
     def _draft_cost(self, stats: SpeculationStats) -> float:
         """What the drafts of a call cost, in single-token rounds."""
-        riding = sum(entry.rows == 2 for entry in stats.rounds)
-        if riding:
-            return riding * self._riding_price()
+        if self.lane == "lockstep":
+            return sum(self._added_cost(entry) for entry in stats.rounds if entry.rows == 2)
         return sum(draft.seconds for draft in stats.drafts) / self.profile.step_seconds
 
 

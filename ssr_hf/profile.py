@@ -25,6 +25,7 @@ PRIOR_SIZES = (2, 34)
 COST_FADING = 0.97
 # Every acceptance count fades by this factor when it is added to, so that old text counts less.
 FADING = 0.98
+PRIOR_UNITS = 8.0
 N_BINS = 10
 PRIOR_TRIALS = 4.0
 
@@ -74,6 +75,23 @@ class CostLine:
         self.tokens_squared = self.tokens_squared * COST_FADING + weight * n_tokens**2
         self.cost = self.cost * COST_FADING + weight * cost
         self.tokens_cost = self.tokens_cost * COST_FADING + weight * n_tokens * cost
+
+
+@dataclass(slots=True)
+class Rate:
+    """Cost per unit, as a ratio of fading sums, which a prior joins as `PRIOR_UNITS` units."""
+
+    cost: float = 0.0
+    units: float = 0.0
+
+    def observe(self, cost: float, units: float) -> None:
+        """Takes the cost of some units."""
+        self.cost = self.cost * FADING + cost
+        self.units = self.units * FADING + units
+
+    def value(self, prior: float) -> float:
+        """The ratio."""
+        return (self.cost + PRIOR_UNITS * prior) / (self.units + PRIOR_UNITS)
 
 
 @dataclass(slots=True)
@@ -147,12 +165,12 @@ class Profile:
 
     Args:
         step_seconds (`float`): Seconds of a single-token round; 0 before the first.
-        cost (`CostLine`): Cost of a round by tokens fed, in single-token rounds.
-        row_cost (`float`): Cost of a single-token round that carries a draft; 0 if unknown.
+        cost (`CostLine`): Cost of a round by the tokens it feeds, those of a draft included.
         chains (`dict[str, Chain]`): Acceptance of candidates without estimates, by source and
             phase.
         calibrations (`dict[str, Calibration]`): Acceptance of spans, by source and phase.
-        thinking_cost (`float`): Cost per token of thinking beside which no draft rode.
+        thinking (`Rate`): Cost per token of thinking beside which no draft rode.
+        riding (`Rate`): Added cost per token of a draft that rode.
         thinking_tokens (`float`): Tokens of thinking.
         answer_cost (`dict[str, float]`): Cost per token of answers, with and without drafts.
         answer_tokens (`float`): Tokens of an answer.
@@ -171,10 +189,10 @@ class Profile:
 
     step_seconds: float = 0.0
     cost: CostLine = field(default_factory=CostLine.prior)
-    row_cost: float = 0.0
     chains: dict[str, Chain] = field(default_factory=dict)
     calibrations: dict[str, Calibration] = field(default_factory=dict)
-    thinking_cost: float = 0.0
+    thinking: Rate = field(default_factory=Rate)
+    riding: Rate = field(default_factory=Rate)
     thinking_tokens: float = 0.0
     answer_cost: dict[str, float] = field(default_factory=dict)
     answer_tokens: float = 0.0
@@ -201,6 +219,8 @@ class Profile:
         try:
             values = json.loads(text)
             values["cost"] = CostLine(**values["cost"])
+            for name in ("thinking", "riding"):
+                values[name] = Rate(**values[name])
             for name, kind in (("chains", Chain), ("calibrations", Calibration)):
                 values[name] = {key: kind(**counts) for key, counts in values[name].items()}
             return cls(**values)
@@ -215,21 +235,14 @@ class Profile:
 
         Calls are compared by this rather than by their seconds: it does not move with the machine.
         """
-        if entry.rows == 2:
-            return self.row_cost or 1.0
-        return self.cost.at(entry.n_fed)
+        return self.cost.at(entry.n_fed * entry.rows)
 
-    def observe_cost(self, n_tokens: int, rows: int, seconds: float) -> None:
-        """Takes the time of one round."""
-        if n_tokens == 1 and rows == 1:
+    def observe_cost(self, n_tokens: int, seconds: float) -> None:
+        """Takes the time of one round that fed `n_tokens`, over all of its rows."""
+        if n_tokens == 1:
             self.step_seconds = average(self.step_seconds, seconds)
-        if self.step_seconds == 0.0:
-            return
-        relative = seconds / self.step_seconds
-        if rows == 2 and n_tokens == 1:
-            self.row_cost = average(self.row_cost, relative)
-        elif rows == 1 and n_tokens > 1:
-            self.cost.observe(n_tokens, relative)
+        elif self.step_seconds:
+            self.cost.observe(n_tokens, seconds / self.step_seconds)
 
 
 def average(old: float, new: float) -> float:

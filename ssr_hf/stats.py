@@ -17,10 +17,11 @@ class Round(NamedTuple):
     """One forward and its commit.
 
     `phase` is the phase in which the round began (`"prefill"` for the prompt), `source` who
-    proposed its candidates, `n_fed` how many tokens the forward read, `n_proposed` how many of them
-    were candidates, `n_accepted` how many of those were committed, `n_committed` tokens emitted
-    (the accepted ones and the model's own), `rows` 2 while a draft rode in the same forward,
-    `start` and `seconds` wall-clock time since the call began.
+    proposed its candidates, `n_fed` how many tokens the forward read in each row, `n_proposed` how
+    many of them were candidates, `n_accepted` how many of those were committed, `n_committed` how
+    many tokens were emitted (the accepted ones and the model's own), `rows` 2 while a draft rode in
+    the same forward, `start` and `seconds` wall-clock time since the call began, `n_drafted` tokens
+    that the riding draft wrote.
 
     Example:
 
@@ -41,6 +42,7 @@ class Round(NamedTuple):
     rows: int
     start: float
     seconds: float
+    n_drafted: int = 0
 
     @property
     def token_sources(self) -> tuple[str, ...]:
@@ -235,7 +237,13 @@ class Recorder:
         self._round_start = self.now()
 
     def end_round(
-        self, phase: str, n_fed: int, candidates: Candidates, verdict: Verdict, rows: int
+        self,
+        phase: str,
+        n_fed: int,
+        candidates: Candidates,
+        verdict: Verdict,
+        rows: int,
+        n_drafted: int = 0,
     ) -> Round:
         """Records the round that `begin_round` started."""
         entry = Round(
@@ -248,6 +256,7 @@ class Recorder:
             rows=rows,
             start=self._round_start,
             seconds=self.now() - self._round_start,
+            n_drafted=n_drafted,
         )
         self._rounds.append(entry)
         if self._on_round is not None:

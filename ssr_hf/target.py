@@ -7,13 +7,13 @@ fed with the next forward, in front of that round's candidates.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from . import compat
 from .cache.checkpoint import Checkpoint, stop_recording
-from .cache.fork import add_row, cache_tensors, fork, join, retire_row, strip_padding
+from .cache.fork import cache_tensors, fork
 from .cache.growth import amortise
 from .cache.growth import settle as settle_growth
 
@@ -22,6 +22,16 @@ if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
     from .tokens import TokenSequence
+
+
+class RoundCheckpoint(Protocol):
+    """The cache before a forward, until it is known what stays of it."""
+
+    def keep(self, n_kept: int) -> int:
+        """Keeps the first `n_kept` tokens that were fed; returns how many the cache holds."""
+
+    def restore(self) -> None:
+        """Puts the cache back as it was, also after a forward that failed half-way."""
 
 
 class Target:
@@ -44,10 +54,10 @@ class Target:
         self.model = model
         self.sequence = sequence
         self.n_pending = 0
-        self._kwargs = model_kwargs
-        self._checkpoint: Checkpoint | None = None
+        self.kwargs = model_kwargs
+        self.n_fed = 0  # tokens of the last forward, in each row
+        self._checkpoint: RoundCheckpoint | None = None
         self._outputs: ModelOutput | None = None
-        self._lead = 0  # tokens by which a child row is longer than the parent
         self._n_read = 0  # positions of the last forward that were known before it
         # Per committed token the states of every layer, as plain `generate` returns them.
         self.hidden_states: tuple[tuple[torch.Tensor, ...], ...] | None = (
@@ -57,7 +67,7 @@ class Target:
     @property
     def cache(self) -> Cache:
         """The cache of the model; available after `prefill`."""
-        return self._kwargs["cache"]
+        return self.kwargs["cache"]
 
     @property
     def outputs(self) -> ModelOutput:
@@ -68,9 +78,9 @@ class Target:
     def prefill(self, generation_config: GenerationConfig) -> torch.Tensor:
         """Reads the prompt; returns the logits `[1, 1, V]` of its last position."""
         self._outputs = compat.prefill(
-            self.model, self.sequence.ids, generation_config, self._kwargs
+            self.model, self.sequence.ids, generation_config, self.kwargs
         )
-        self._kwargs["cache"] = self._outputs.cache
+        self.kwargs["cache"] = self._outputs.cache
         amortise(self.cache)
         return self._outputs.logits[:, -1:]
 
@@ -86,26 +96,29 @@ class Target:
         if n_candidates:
             self._checkpoint = Checkpoint(self.cache, self.n_pending + n_candidates)
         input_ids = self.sequence.with_candidates(candidate_ids)
-        kwargs = compat.grow_kwargs(self.model, self._kwargs, n_candidates, None)
+        kwargs = compat.grow_kwargs(self.model, self.kwargs, n_candidates, None)
         self._outputs = compat.forward(self.model, input_ids, self.n_pending + n_candidates, kwargs)
-        self._n_read = self.n_pending
+        self._n_read, self.n_fed = self.n_pending, self.n_pending + n_candidates
         return self._outputs.logits[:, -n_candidates - 1 :]
 
-    def forward_with_child(self, child_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Feeds the pending tokens to row 0 and as many tokens of a child to row 1.
+    def forward_rows(
+        self, input_ids: torch.Tensor, kwargs: dict[str, Any], checkpoint: RoundCheckpoint
+    ) -> torch.Tensor:
+        """Feeds rows `[2, n]`, of which row 0 begins with the pending tokens; see `TwoRows`.
+
+        Args:
+            input_ids (`torch.Tensor` of shape `(2, n)`): What to feed.
+            kwargs (`dict[str, Any]`): Arguments of the forward for these rows.
+            checkpoint (`RoundCheckpoint`): Told by `keep` how many tokens of row 0 were kept.
 
         Returns:
-            `tuple[torch.Tensor, torch.Tensor]`: Logits `[1, 1, V]` of the parent's and of the
-            child's last position.
+            `torch.Tensor` of shape `(2, n, V)`: Logits at every token.
         """
-        parent = self.sequence.ids[:, -self.n_pending :]
-        child = torch.tensor([child_ids], dtype=parent.dtype, device=parent.device)
-        kwargs = self._two_row_kwargs()
-        rows = torch.cat([parent, child])
-        self._outputs = compat.forward(self.model, rows, self.n_pending, kwargs)
-        self._n_read = self.n_pending
-        logits = self._outputs.logits
-        return logits[:1, -1:], logits[1:, -1:]
+        n_tokens = input_ids.shape[1]
+        self._checkpoint = checkpoint
+        self._outputs = compat.forward(self.model, input_ids, n_tokens, kwargs)
+        self._n_read, self.n_fed = self.n_pending, n_tokens
+        return self._outputs.logits[:, -n_tokens:]
 
     def keep(self, n_committed: int) -> None:
         """Follows a commit of `n_committed` tokens after the last forward.
@@ -121,7 +134,7 @@ class Target:
             n_in_cache = self._checkpoint.keep(n_kept)
             self._checkpoint = None
         self.n_pending = n_kept - n_in_cache + 1
-        self._kwargs = compat.grow_kwargs(self.model, self._kwargs, n_committed, self._outputs)
+        self.kwargs = compat.grow_kwargs(self.model, self.kwargs, n_committed, self._outputs)
 
     def _states_of(self, index: int) -> tuple[torch.Tensor, ...]:
         """States `[1, 1, H]` that gave the `index`-th committed token; `[1, T, H]` for a prompt.
@@ -139,12 +152,18 @@ class Target:
         if self.n_pending <= 1:
             return
         n_tokens = self.n_pending - 1
-        kwargs = compat.grow_kwargs(self.model, self._kwargs, 0, None)
+        kwargs = compat.grow_kwargs(self.model, self.kwargs, 0, None)
         for name in compat.PER_TOKEN_KWARGS:
             if kwargs.get(name) is not None:
                 kwargs[name] = kwargs[name][..., :-1]
         compat.forward(self.model, self.sequence.ids[:, :-1], n_tokens, kwargs)
         self.n_pending = 1
+
+    def abandon_round(self) -> None:
+        """Puts the cache back as it was before a forward that no commit followed."""
+        if self._checkpoint is not None:
+            self._checkpoint.restore()
+            self._checkpoint = None
 
     def close(self, keeps_cache: bool) -> None:
         """Leaves an ordinary cache without candidates or recording, also after an exception.
@@ -152,10 +171,8 @@ class Target:
         Args:
             keeps_cache (`bool`): Whether the cache outlives the generation.
         """
-        if self._checkpoint is not None:
-            self._checkpoint.restore()
-            self._checkpoint = None
-        if self._kwargs.get("cache") is not None:
+        self.abandon_round()
+        if self.kwargs.get("cache") is not None:
             stop_recording(self.cache)
             settle_growth(self.cache, keeps_cache)
 
@@ -170,7 +187,7 @@ class Target:
             `Target`: Shares no state that either of the two writes.
         """
         n_added = len(sequence) - len(self.sequence)
-        kwargs = compat.grow_kwargs(self.model, self._kwargs, n_added, None)
+        kwargs = compat.grow_kwargs(self.model, self.kwargs, n_added, None)
         child = Target(self.model, sequence, {**kwargs, "cache": fork(self.cache)})
         child.n_pending = self.n_pending + n_added
         return child
@@ -179,56 +196,11 @@ class Target:
         """Every tensor of the cache."""
         return cache_tensors(self.cache)
 
-    def add_child_row(self) -> None:
-        """Makes the cache hold the parent twice; row 1 is the child's."""
-        add_row(self.cache, self.model.device)
-
-    def join(self, child: Target, lead: int) -> None:
-        """Takes a child that is `lead` tokens longer as row 1 of this cache."""
-        join(self.cache, child.cache, lead)
-        self._lead = lead
-
-    def retire_child_row(self) -> None:
-        """Drops row 1 and the padding that came with it."""
-        retire_row(self.cache, self.model.device)
-        if self._lead:
-            strip_padding(self.cache, self._lead)
-            self._lead = 0
-
-    def _two_row_kwargs(self) -> dict[str, Any]:
-        kwargs = dict(self._kwargs)
-        for name in compat.PER_TOKEN_KWARGS:
-            value = kwargs.get(name)
-            if value is not None:
-                kwargs[name] = _two_rows(value)
-        if self._lead:
-            self._shift_child(kwargs)
-        return kwargs
-
-    def _n_positions(self) -> int:
-        """Positions of the parent's text: more than ids after a prefilled cache or embeddings."""
+    def n_positions(self) -> int:
+        """Positions of the text: more than ids after a prefilled cache or embeddings."""
+        mask = self.kwargs.get("attention_mask")
+        if mask is not None:
+            return mask.shape[-1]
         if all(self.cache.is_linear):
             return len(self.sequence)
-        return self.cache.get_seq_length() - self._lead + self.n_pending
-
-    def _shift_child(self, kwargs: dict[str, Any]) -> None:
-        """Masks the parent's left padding and moves the child's positions ahead by `lead`."""
-        mask = kwargs.get("attention_mask")
-        if mask is None:
-            length = self._n_positions()
-            mask = torch.ones(2, length, dtype=torch.long, device=self.sequence.device)
-        padding = mask.new_zeros(1, self._lead)
-        parent = torch.cat([padding, mask[:1]], dim=1)
-        child = torch.cat([mask[1:], mask.new_ones(1, self._lead)], dim=1)
-        kwargs["attention_mask"] = torch.cat([parent, child])
-        if kwargs.get("position_ids") is not None:
-            positions = kwargs["position_ids"].clone()
-            positions[..., 1, :] += self._lead
-            kwargs["position_ids"] = positions
-
-
-def _two_rows(value: torch.Tensor) -> torch.Tensor:
-    """Repeats the batch row of `[1, T]` or `[planes, 1, T]`; `[1]` and scalars stay."""
-    repeats = [1] * value.dim()
-    repeats[-2] = 2
-    return value.repeat(*repeats)
+        return self.cache.get_seq_length() + self.n_pending

@@ -91,7 +91,7 @@ def test_no_measurement_decides_how_much_of_a_sampled_draft_is_judged() -> None:
     """A number of candidates that follows the draft's length, and with it where the draft ended."""
     profile = Profile(step_seconds=1.0)
     for n_tokens in (2, 8) * 50:
-        profile.observe_cost(n_tokens, rows=1, seconds=90.0)
+        profile.observe_cost(n_tokens, seconds=90.0)
     pacer = MeasuredPacer(profile)
     proposal = Proposal(1, torch.ones(3) / 3)
     greedy = Candidates((1,) * 8, "draft")

@@ -37,6 +37,7 @@ LAYERS = (
     "pacing",
     "cache",
     "target",
+    "rows",
     "lanes",
     "drafting",
     "candidates",

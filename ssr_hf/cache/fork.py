@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from transformers import DynamicCache
 
 from .layers import kind_of
 
 if TYPE_CHECKING:
-    from transformers import Cache
+    from transformers import Cache, PreTrainedConfig
 
 
 def fork(cache: Cache) -> Cache:
@@ -69,6 +70,24 @@ def join(cache: Cache, child: Cache, lead: int) -> None:
             kind = kind_of(layer)
             kind.pad_left(layer, lead)
             kind.concatenate(layer, other)
+
+
+def allows_holes(cache: Cache, config: PreTrainedConfig) -> bool:
+    """Whether slots in the middle of the cache can be masked without changing anything else.
+
+    A user's cache may hold every token for a model that sees a window of them, so that the layers
+    which the config asks for have a say, too.
+    """
+    intended = DynamicCache(config=config.get_text_config(decoder=True))
+    layers = (*cache.layers, *intended.layers)
+    return all(kind_of(layer).allows_holes(layer) for layer in layers)
+
+
+def compact(cache: Cache, slots: torch.Tensor) -> None:
+    """Keeps the given slots only, for caches that allow holes."""
+    with _all_layers_or_none(cache):
+        for layer in cache.layers:
+            kind_of(layer).compact(layer, slots)
 
 
 def strip_padding(cache: Cache, lead: int) -> None:

@@ -37,6 +37,12 @@ class LayerKind(Protocol):
     def concatenate(self, layer: Layer, other: Layer) -> None:
         """Appends the batch rows of `other` (of equal length) to those of `layer`."""
 
+    def allows_holes(self, layer: Layer) -> bool:
+        """Whether masked slots between tokens change nothing: every query sees every slot."""
+
+    def compact(self, layer: Layer, slots: torch.Tensor) -> None:
+        """Keeps the given slots only; called where holes are allowed."""
+
 
 class ConcatenatingKind:
     """Layers that replace their tensors on every update, so references are enough."""
@@ -79,6 +85,17 @@ class ConcatenatingKind:
         layer.keys = torch.cat([layer.keys, other.keys], dim=0)
         layer.values = torch.cat([layer.values, other.values], dim=0)
 
+    def allows_holes(self, layer: Layer) -> bool:
+        # A window counts slots, not positions.
+        return not layer.is_sliding
+
+    def compact(self, layer: Layer, slots: torch.Tensor) -> None:
+        if not layer.is_initialized:
+            return
+        for name in ("keys", "values"):
+            held = getattr(layer, name)
+            setattr(layer, name, held.index_select(-2, slots.to(held.device)))
+
 
 class RecurrentKind(ConcatenatingKind):
     """Layers that write convolution or recurrent states in place, so the states are copied."""
@@ -112,6 +129,9 @@ class RecurrentKind(ConcatenatingKind):
         if isinstance(layer, cache_utils.DynamicLayer):
             super().concatenate(layer, other)
 
+    def allows_holes(self, layer: Layer) -> bool:
+        return False
+
 
 class EmptyKind:
     """Layers without content: those that share the states of another layer or need none."""
@@ -132,6 +152,12 @@ class EmptyKind:
         pass
 
     def concatenate(self, layer: Layer, other: Layer) -> None:
+        pass
+
+    def allows_holes(self, layer: Layer) -> bool:
+        return True
+
+    def compact(self, layer: Layer, slots: torch.Tensor) -> None:
         pass
 
 

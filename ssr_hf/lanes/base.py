@@ -23,8 +23,13 @@ if TYPE_CHECKING:
 class Guesser(Protocol):
     """Guesses how a text goes on."""
 
-    def __call__(self, token_ids: Sequence[int], room: int, n_pending: int) -> Candidates:
-        """At most `room` candidates behind `token_ids`; `n_pending` more are fed with them."""
+    def __call__(
+        self, token_ids: Sequence[int], room: int, n_pending: int, rows: int = 1
+    ) -> Candidates:
+        """At most `room` candidates behind `token_ids`.
+
+        The forward feeds `n_pending` tokens with them, and as many in each of its `rows`.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +112,15 @@ class DraftWriter:
         """
         self.forwards += 1
         offered = candidates.token_ids
+        # One transfer for all tokens, where none depends on those before it.
+        best: list[int] | None = None
+        if self._generator is None and len(self._rules.logits_processor) == 0:
+            best = logits[0].argmax(dim=-1).tolist()
         for position in range(len(offered) + 1):
             if self._generator is None:
-                token_id = self._select(logits[:, position])
+                token_id = self._select(
+                    logits[:, position], None if best is None else best[position]
+                )
             else:
                 token_id = self._draw(logits[:, position], candidates.proposal(position))
             self.sequence.append((token_id,))
@@ -122,12 +133,13 @@ class DraftWriter:
         """What guesses this draft's next tokens; it guesses nothing where nothing was set."""
         make = self._rules.make_guesser
         if make is None:
-            return lambda token_ids, room, n_pending: NO_CANDIDATES
+            return lambda token_ids, room, n_pending, rows=1: NO_CANDIDATES
         return make(self.sequence.token_ids[: self._start], previous)
 
-    def _select(self, position_logits: torch.Tensor) -> int:
-        if len(self._rules.logits_processor) == 0:
-            return int(position_logits.argmax(dim=-1).item())
+    def _select(self, position_logits: torch.Tensor, best: int | None) -> int:
+        """The greedy token; `best` is that of the logits, where nothing processes them."""
+        if best is not None:
+            return best
         return int(self._process(position_logits).argmax(dim=-1).item())
 
     def _draw(self, position_logits: torch.Tensor, judged: Proposal | None) -> int:
@@ -199,8 +211,8 @@ class Lane(ABC):
     """
 
     name: ClassVar[str]
-    # Whether the parent's rounds must be single tokens while a draft is open.
-    holds_rounds: ClassVar[bool] = False
+    # Whether drafts ride in the parent's own forwards.
+    shares_forwards: ClassVar[bool] = False
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -220,6 +232,16 @@ class Lane(ABC):
     def rows(self) -> int:
         """Batch rows of the next round's forward."""
         return 1
+
+    @property
+    def n_drafted(self) -> int:
+        """Tokens that a riding draft wrote in the last forward."""
+        return 0
+
+    @property
+    def takes_candidates(self) -> bool:
+        """Whether the parent may offer candidates in the next round."""
+        return True
 
     @abstractmethod
     def open(self, writer: DraftWriter, previous: Draft | None) -> None:

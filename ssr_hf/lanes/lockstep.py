@@ -1,9 +1,9 @@
 """Drafts as a second batch row of the parent's own forward.
 
-Both rows feed the same number of tokens per round, so their caches grow in step and no padding or
-mask is needed; it is exact on every layer kind. Where a decode step is bound by reading the
-weights, which both rows share, the draft is nearly free. A bootstrapped draft is ahead of the
-parent and is joined by left padding.
+Where a decode step is bound by reading the weights, which both rows share, the draft is nearly
+free. Both rows speculate, each at its own pace, if the cache can mask what one row keeps and the
+other does not; else both go one token at a time, which is exact on every layer kind. A bootstrapped
+draft is ahead of the parent and is joined by left padding.
 """
 
 from __future__ import annotations
@@ -12,62 +12,86 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..records import Candidates, Draft
-from .base import DraftWriter, Lane, inherit
+from ..records import NO_CANDIDATES, Candidates, Draft
+from ..rows import TwoRows
+from .base import DraftWriter, Guesser, Lane, inherit
 
 if TYPE_CHECKING:
     from ..target import Target
 
 
 class LockstepLane(Lane):
-    """Feeds one token of the child beside each token of the parent."""
+    """Feeds the tokens of the child beside those of the parent, in one forward."""
 
     name = "lockstep"
-    holds_rounds = True
+    shares_forwards = True
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
-        self._riding = False
-        self._n_fed = 0  # tokens of the child's text that were fed or are in its cache
+        self._shared: TwoRows | None = None
+        self._guess: Guesser | None = None
+        self._n_fed = 0  # tokens of the child's text that are in its row
+        self._n_drafted = 0
 
     def open(self, writer: DraftWriter, previous: Draft | None) -> None:
         self.writer = writer
         if previous is None:
             self._n_fed = len(self.target.sequence) - self.target.n_pending
-            self.target.add_child_row()
+            self._shared = TwoRows(self.target)
         else:
             child = self.target.fork(writer.sequence)
             inherit(child, writer, previous)
             if writer.finished:
                 return
-            # Both rows must have exactly one token to feed.
+            # Rows that go one token at a time must have exactly one to feed.
             child.settle()
             self.target.settle()
             self._n_fed = len(writer.sequence) - 1
-            self.target.join(child, lead=len(writer.sequence) - len(self.target.sequence))
-        self._riding = True
+            self._shared = TwoRows(self.target, child)
+        if self._shared.takes_candidates:
+            self._guess = writer.guesser(previous)
 
     @property
     def rows(self) -> int:
-        return 2 if self._riding else 1
+        return 1 if self._shared is None else 2
+
+    @property
+    def n_drafted(self) -> int:
+        return self._n_drafted
+
+    @property
+    def takes_candidates(self) -> bool:
+        return self._shared is None or self._shared.takes_candidates
 
     def forward(self, candidates: Candidates) -> torch.Tensor:
-        writer = self.writer
-        if writer is None or not self._riding:
+        writer, shared = self.writer, self._shared
+        self._n_drafted = 0
+        if writer is None or shared is None:
             return super().forward(candidates)
-        n_tokens = self.target.n_pending
-        child_ids = writer.sequence.token_ids[self._n_fed : self._n_fed + n_tokens]
-        target_logits, child_logits = self.target.forward_with_child(child_ids)
-        self._n_fed += n_tokens
-        # Until the marker is read to its end, the child's next token is already known.
-        if self._n_fed == len(writer.sequence):
-            writer.write(child_logits)
+        known = writer.sequence.token_ids[self._n_fed :]
+        guessed = NO_CANDIDATES
+        if self._guess is not None:
+            guessed = self._guess(writer.sequence.token_ids, writer.room - 1, len(known), rows=2)
+        elif len(known) > self.target.n_pending:
+            # Until the marker is read to its end, the child's next token is already known.
+            known = known[: self.target.n_pending]
+        child_ids = (*known, *guessed.token_ids)
+        target_logits, child_logits = shared.forward(
+            candidates.token_ids, child_ids, child_position=self._n_fed
+        )
+        n_kept = len(known)
+        if self._n_fed + n_kept == len(writer.sequence):
+            self._n_drafted = writer.write(child_logits[:, n_kept - 1 :], guessed)
+            n_kept += self._n_drafted - 1
         else:
             writer.forwards += 1
-        return target_logits
+        shared.keep_of_child(n_kept)
+        self._n_fed += n_kept
+        return target_logits[:, self.target.n_pending - 1 :]
 
     def close(self) -> None:
-        if self._riding:
-            self.target.retire_child_row()
-            self._riding = False
+        if self._shared is not None:
+            self._shared.retire()
+            self._shared = None
+        self._guess = None
         super().close()
