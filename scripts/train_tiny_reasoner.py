@@ -60,7 +60,7 @@ CHAT_TEMPLATE = (
 PRE_TOKEN = r"\n|[A-Za-z]+|[0-9]{1,2}|[^A-Za-z0-9\n]+"
 VOCAB_SIZE = 1000
 MIN_NOTES, MAX_NOTES = 5, 8
-PRESETS = {"base": (4, 256), "small": (4, 128)}
+PRESETS = {"base": (4, 256), "small": (2, 192)}
 HEAD_SIZE = 64
 MAX_POSITIONS = 2048
 # Tokens of a suffix, and of a proposal, when the evaluation replays an answer against a draft.

@@ -19,8 +19,8 @@ MARGIN = 1.05
 PROBE_TOKENS = 4
 FIRST_PROBE_AFTER = 16
 LAST_PROBE_AFTER = 512
-# What a token of a draft can be hoped to save in the answer, before that was measured.
-HOPED_DRAFT_VALUE = 0.6
+# What a token of an answer costs that was drafted well.
+DRAFTED_COST = 0.15
 # Every so many calls, the drafting choice that looks worse is tried again.
 RETRY_CALLS = 16
 # The first draft branches so early that this many times the usual answer fits beside the thinking
@@ -183,14 +183,11 @@ class MeasuredPacer:
         return "lockstep" if alone is None or alone >= self._riding_price() else "sequential"
 
     def _riding_pays(self) -> bool:
-        return self._riding_price() < self._draft_value()
+        return self._riding_price() < self._undrafted_cost() - DRAFTED_COST
 
-    def _draft_value(self) -> float:
-        """What a draft token saves in the answer: what can be hoped for, or more if it was so."""
-        known = self.profile.answer_cost
-        if "drafts" in known and "plain" in known:
-            return max(HOPED_DRAFT_VALUE, known["plain"] - known["drafts"])
-        return HOPED_DRAFT_VALUE
+    def _undrafted_cost(self) -> float:
+        """What an answer token costs without a draft; till it was seen, what thinking costs."""
+        return self.profile.answer_cost.get("plain", self.profile.thinking.value(prior=1.0))
 
     def _riding_price(self) -> float:
         """What a draft token costs that rides along."""
@@ -202,16 +199,12 @@ class MeasuredPacer:
         return self.profile.round_cost(entry) - without
 
     def _choose_drafting(self) -> bool:
-        """Drafts if answers become cheaper by more than drafts cost, and until that is known.
-
-        Before there was an answer without a draft, it is taken to cost what thinking costs.
-        """
+        """Drafts if answers become cheaper by more than drafts cost, and until that is known."""
         profile = self.profile
         known = profile.answer_cost
         if "drafts" not in known:
             return True
-        plain = known.get("plain", profile.thinking.value(prior=1.0))
-        saved = (plain - known["drafts"]) * profile.answer_tokens
+        saved = (self._undrafted_cost() - known["drafts"]) * profile.answer_tokens
         retry = profile.calls % RETRY_CALLS == RETRY_CALLS - 1
         return (saved > profile.draft_cost) != retry
 

@@ -153,12 +153,12 @@ def test_thinking_that_speculates_well_makes_a_rider_dear():
 
 
 @pytest.mark.parametrize(
-    ("added_cost", "lane"), [(0.2, "lockstep"), (0.45, "lockstep"), (0.7, "sequential")]
+    ("added_cost", "lane"), [(0.2, "lockstep"), (0.6, "lockstep"), (0.9, "sequential")]
 )
 def test_auto_lane_is_the_cheaper_one(added_cost: float, lane: str):
     """Bug: drafts ride along where writing them in the foreground costs less, or never do."""
     profile = Profile(
-        step_seconds=STEP, riding=Rate(1000 * added_cost, 1000.0), answer_cost={"plain": 0.5}
+        step_seconds=STEP, riding=Rate(1000 * added_cost, 1000.0), answer_cost={"plain": 0.8}
     )
     pacer = MeasuredPacer(profile)
     assert pacer.lane == lane
