@@ -191,11 +191,12 @@ def row_bytes(kv_bytes: int, n_tokens: int) -> int:
     least. `kv_bytes` is `2 * layers * kv_heads * head_dim * bytes per number`.
 
     A draft is a second text. For a draft of D tokens that branches after L tokens this, with
-    `n = L + D`, is the most that it adds to a run without drafts; in the lockstep lane D includes
-    the tokens that were thought meanwhile, because rows that go at their own pace leave holes.
-    Sliding layers add their window and recurrent layers their state, whatever the length. In the
-    stream lane the first L tokens are shared until the draft writes its first. Sampled drafts (rejection sampling)
-    keep distributions besides: at most 4 bytes per token of the draft and entry of the vocabulary.
+    `n = L + D`, is the most that it adds to a run without drafts. Rows of the lockstep lane that go
+    at their own pace leave holes: there `n = L + 2 D + T`, with T tokens thought meanwhile. Sliding
+    layers add their window and recurrent layers their state, whatever the length. In the stream
+    lane the first L tokens are shared until the draft writes its first. Sampled drafts (rejection
+    sampling) keep distributions besides: at most 4 bytes per token of the draft and entry of the
+    vocabulary.
     """
     return kv_bytes * (n_tokens + max(MINIMUM_SPARE, n_tokens // SPARE_SHARE))
 

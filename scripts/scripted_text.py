@@ -33,15 +33,18 @@ def scripted_drafts(
     """
     select = DraftWriter._select
 
-    def scripted(writer: DraftWriter, position_logits: torch.Tensor, best: int | None) -> int:
-        select(writer, position_logits, best)
+    def scripted(writer: DraftWriter, position_logits: torch.Tensor) -> int:
+        select(writer, position_logits)
         position = len(writer.token_ids)
         if position >= len(answer):
             return 0
         chance = random.Random(f"{seed} {writer.branch_point.stage} {position}").random()
         return answer[position] if chance < probability else (answer[position] + 1) % vocab_size
 
-    with mock.patch.object(DraftWriter, "_select", scripted):
+    with (
+        mock.patch.object(DraftWriter, "_best", lambda *_: None),
+        mock.patch.object(DraftWriter, "_select", scripted),
+    ):
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from .config import SUFFIX_SOURCES, SuffixConfig
 from .markers import Phase, PhaseTracker
+from .pacing import DRAFTING
 from .records import NO_CANDIDATES, Candidates, Draft, Verdict
 from .suffix_index import SuffixIndex
 
@@ -118,6 +120,7 @@ class DraftGuesser:
         self._generator = SuffixCandidateGenerator(replace(config, sources=SUFFIX_SOURCES))
         self._generator.add("prompt", token_ids)
         self._n_seen = len(token_ids)
+        self._offered = NO_CANDIDATES
         if previous is not None:
             self._generator.add_draft(previous)
 
@@ -125,12 +128,17 @@ class DraftGuesser:
         self, token_ids: Sequence[int], room: int, n_pending: int, rows: int = 1
     ) -> Candidates:
         """At most `room` candidates behind `token_ids`."""
-        self._generator.add("answer", token_ids[self._n_seen :])
+        written = token_ids[self._n_seen :]
+        pairs = zip(self._offered.token_ids, written, strict=False)
+        n_accepted = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self._pacer.observe_candidates(self._offered, DRAFTING, n_accepted)
+        self._generator.add("answer", written)
         self._n_seen = len(token_ids)
-        if room < 1:
-            return NO_CANDIDATES
-        candidates = self._generator.propose(token_ids, room)
-        return self._pacer.trim(candidates, Phase.ANSWERING.value, n_pending, rows)
+        self._offered = NO_CANDIDATES
+        if room >= 1:
+            candidates = self._generator.propose(token_ids, room)
+            self._offered = self._pacer.trim(candidates, DRAFTING, n_pending, rows)
+        return self._offered
 
 
 class Proposer:
@@ -211,8 +219,12 @@ class Proposer:
 
     def observe(self, verdict: Verdict) -> None:
         """Follows a commit: moves the phase on and indexes what was written."""
+        block = self._tracker.blocks
         for token_id in verdict.token_ids:
             phase = self._tracker.push(token_id)
             if self._config.proposes_spans:
                 thinking = phase in (Phase.THINKING, Phase.CLOSING)
                 self._generator.add("thinking" if thinking else "answer", (token_id,))
+        if self._tracker.blocks != block:
+            # Thinking was opened again: the draft answered what was thought before.
+            self._unverified = None

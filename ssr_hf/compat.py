@@ -6,6 +6,7 @@ a new release of transformers is met by changing this file.
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -125,8 +126,10 @@ def fresh_kwargs(
     if cache is not None:
         model_kwargs["cache"] = cache
     # Without the cache, which is empty: not every one can tell its length.
-    positions = model._prepare_position_ids_for_generation(input_ids, {})
-    return {**model_kwargs, "position_ids": positions}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        positions = model._prepare_position_ids_for_generation(input_ids, {})
+        model_kwargs["position_ids"] = positions
+    return model_kwargs
 
 
 def decode_optimisation(model: PreTrainedModel) -> AbstractContextManager[None]:

@@ -60,10 +60,12 @@ class DraftSchedule:
             self._budgets = (pacer.first_budget(*config.draft_budgets),)
         self._next_budget: int | None = self._budget_after(0)
         self._is_held = False
+        # Whether a sampled draft is opened must not depend on what the one before it wrote.
+        self._drafts_pay = pacer.drafts_pay() if rules.samples else None
         self.newest: Draft | None = None
 
     def hold(self, held: bool) -> Draft | None:
-        """Makes way for rounds that commit many tokens at once, which a riding draft cannot follow.
+        """Makes way for rounds whose forward is not the lane's, so that no draft can ride in it.
 
         A draft in such a lane is cut. It is taken up again, bootstrapped, by the first `advance`
         after the schedule is not held any more.
@@ -77,7 +79,7 @@ class DraftSchedule:
         self._is_held = held and self._lane.shares_forwards
         if not self._is_held or not self._lane.is_open:
             return None
-        draft = self._collect(finished=False)
+        draft = self._collect(discard=False)
         is_cut = draft is None or draft.status is DraftStatus.CUT
         # Where sampled drafts branch must not depend on how far the one before came.
         if is_cut and not self._rules.samples:
@@ -94,16 +96,20 @@ class DraftSchedule:
             `Draft` or `None`: The usable draft that ended now, if one did.
         """
         thinking = self._tracker.phase is Phase.THINKING and not finished
+        reopened = self._block != self._tracker.blocks
+        # A parent that overtakes the longest text goes on in ways that no row can share.
+        overtaken = len(self._sequence) >= self._max_length
         ended = None
         # A sampled draft gives way: the next branch point must not depend on when it ends.
         replaced = self._rules.samples and self._is_due(self._tracker)
-        if self._lane.is_open and (not thinking or replaced or self._lane.is_done):
-            ended = self._collect(finished)
+        is_over = not thinking or replaced or reopened or overtaken or self._lane.is_done
+        if self._lane.is_open and is_over:
+            ended = self._collect(discard=finished or reopened)
         elif self._lane.is_open and not self._rules.samples and not self._pacer.lane_pays():
             self._recorder.note("the draft was cut: riding along cost more than it could save")
-            ended = self._collect(finished)
+            ended = self._collect(discard=finished)
             self._next_budget = None
-        if self._block != self._tracker.blocks:
+        if reopened:
             self._begin_block()
         may_branch = thinking and not self._lane.is_open and not self._is_held
         if may_branch and self._is_due(self._tracker):
@@ -129,13 +135,13 @@ class DraftSchedule:
                 return candidates.first(n_before)
         return candidates
 
-    def _collect(self, finished: bool) -> Draft | None:
-        draft = self._lane.collect(DraftStatus.DISCARDED if finished else DraftStatus.CUT)
+    def _collect(self, discard: bool) -> Draft | None:
+        draft = self._lane.collect(DraftStatus.DISCARDED if discard else DraftStatus.CUT)
         if not draft.token_ids:
             draft = Draft(draft.branch_point, (), DraftStatus.DISCARDED, 0, draft.forwards)
         seconds = self._recorder.now() - self._opened_at
         self._recorder.draft(replace(draft, proposals=()), seconds)
-        if draft.status is DraftStatus.DISCARDED:
+        if discard or draft.status is DraftStatus.DISCARDED:
             return None
         self.newest = draft
         return draft
@@ -168,7 +174,8 @@ class DraftSchedule:
         if max_tokens < SHORTEST_DRAFT:
             self._next_budget = None
             return
-        if not self._pacer.drafts_pay():
+        pays = self._pacer.drafts_pay() if self._drafts_pay is None else self._drafts_pay
+        if not pays:
             self._recorder.note("no draft was taken: drafts have cost more than they saved")
             self._next_budget = None
             return

@@ -28,6 +28,9 @@ RETRY_CALLS = 16
 DRAFT_ROOM = 1.25
 EARLIEST_BRANCH = 16
 
+DRAFTING = "drafting"
+KINDS_OF_TEXT = ("thinking", DRAFTING)
+
 BLOCK_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
@@ -42,6 +45,9 @@ class Pacer(Protocol):
 
     def observe(self, entry: Round, candidates: Candidates) -> None:
         """Follows a round."""
+
+    def observe_candidates(self, candidates: Candidates, phase: str, n_accepted: int) -> None:
+        """Follows candidates that were judged, of a round or of a draft."""
 
     @property
     def lane(self) -> str:
@@ -74,6 +80,9 @@ class FixedPacer:
         return candidates
 
     def observe(self, entry: Round, candidates: Candidates) -> None:
+        pass
+
+    def observe_candidates(self, candidates: Candidates, phase: str, n_accepted: int) -> None:
         pass
 
     def first_budget(self, budget: int) -> int:
@@ -152,16 +161,20 @@ class MeasuredPacer:
             profile.riding.observe(self._added_cost(entry), entry.n_drafted)
         elif entry.phase == "thinking":
             profile.thinking.observe(profile.round_cost(entry), entry.n_committed)
-        if entry.n_proposed and entry.source != "marker":
-            key = _key(candidates, entry.phase)
-            if candidates.chances:
-                calibration = profile.calibrations.setdefault(key, Calibration())
-                calibration.observe(candidates.chances, entry.n_accepted)
-            else:
-                chain = profile.chains.setdefault(key, Chain())
-                chain.observe(entry.n_proposed, entry.n_accepted)
-            if entry.n_accepted == entry.n_proposed:
-                self._probe_after.pop(key, None)
+        self.observe_candidates(candidates, entry.phase, entry.n_accepted)
+
+    def observe_candidates(self, candidates: Candidates, phase: str, n_accepted: int) -> None:
+        n_offered = len(candidates.token_ids)
+        if not n_offered or candidates.source == "marker":
+            return
+        key = _key(candidates, phase)
+        if candidates.chances:
+            calibration = self.profile.calibrations.setdefault(key, Calibration())
+            calibration.observe(candidates.chances, n_accepted)
+        else:
+            self.profile.chains.setdefault(key, Chain()).observe(n_offered, n_accepted)
+        if n_accepted == n_offered:
+            self._probe_after.pop(key, None)
 
     def first_budget(self, budget: int) -> int:
         profile = self.profile
@@ -175,7 +188,7 @@ class MeasuredPacer:
         return self._drafting and (self.lane != "lockstep" or self._riding_pays())
 
     def lane_pays(self) -> bool:
-        return self._riding_pays()
+        return self.lane != "lockstep" or self._riding_pays()
 
     def _choose_lane(self) -> str:
         """Lets drafts ride, unless they are cheaper in the foreground, written like any answer."""
@@ -226,10 +239,11 @@ class MeasuredPacer:
     def _draft_cost(self, stats: SpeculationStats) -> float:
         """What the drafts of a call cost, in single-token rounds."""
         if self.lane == "lockstep":
-            return sum(self._added_cost(entry) for entry in stats.rounds if entry.rows == 2)
+            added = sum(self._added_cost(entry) for entry in stats.rounds if entry.rows == 2)
+            return max(0.0, added)
         return sum(draft.seconds for draft in stats.drafts) / self.profile.step_seconds
 
 
 def _key(candidates: Candidates, phase: str) -> str:
-    """What acceptance depends on: who proposed, and whether the model is thinking."""
-    return f"{candidates.source} while {'thinking' if phase == 'thinking' else 'answering'}"
+    """What acceptance depends on: who proposed, and in which kind of text."""
+    return f"{candidates.source} while {phase if phase in KINDS_OF_TEXT else 'answering'}"

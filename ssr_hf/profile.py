@@ -6,6 +6,7 @@ Cost is counted in single-token rounds: it then says the same on a busy machine 
 from __future__ import annotations
 
 import json
+import operator
 from dataclasses import asdict, dataclass, field
 
 from .errors import ConfigError, message
@@ -16,18 +17,27 @@ AVERAGE_WEIGHT = 0.15
 # A measurement may leave what is expected by this factor at most: a pause of the machine is no
 # cost.
 OUTLIER = 1.5
-# Cost of one more token of a round before anything was measured. It counts as much as PRIOR_ROUNDS
-# rounds of each of these sizes.
+# Cost of one more token of a round before anything was measured; it counts as much as one round of
+# each of these sizes.
 PRIOR_SLOPE = 0.03
-PRIOR_ROUNDS = 2.0
 PRIOR_SIZES = (2, 34)
 # A measured cost counts less by this factor with every round after it.
-COST_FADING = 0.97
+COST_FADING = 0.98
 # Every acceptance count fades by this factor when it is added to, so that old text counts less.
 FADING = 0.98
 PRIOR_UNITS = 8.0
 N_BINS = 10
 PRIOR_TRIALS = 4.0
+
+
+def _terms(n_tokens: int, cost: float) -> tuple[float, ...]:
+    """What a round adds to the sums of least squares: 1, n, n ** 2, cost and n * cost."""
+    return 1.0, n_tokens, n_tokens**2, cost, n_tokens * cost
+
+
+# The prior does not fade: without it, many rounds of one size would leave the slope open.
+PRIOR_ROUNDS = [_terms(n, 1 + PRIOR_SLOPE * (n - 1)) for n in PRIOR_SIZES]
+PRIOR_SUMS = [sum(column) for column in zip(*PRIOR_ROUNDS, strict=True)]
 
 
 @dataclass(slots=True)
@@ -37,44 +47,29 @@ class CostLine:
     On CPUs the first extra token costs a jump (a product with a matrix instead of a vector) and
     each further one the same again; on GPUs the line is flat over the sizes in question. A line has
     two unknowns, so that each round says something about all sizes.
+
+    Args:
+        sums (`list[float]`): The five sums over the rounds that were observed.
     """
 
-    weight: float = 0.0
-    tokens: float = 0.0
-    tokens_squared: float = 0.0
-    cost: float = 0.0
-    tokens_cost: float = 0.0
-
-    @classmethod
-    def prior(cls) -> CostLine:
-        """The line before anything was measured."""
-        line = cls()
-        for n_tokens in PRIOR_SIZES:
-            line._add(n_tokens, 1 + PRIOR_SLOPE * (n_tokens - 1), PRIOR_ROUNDS)
-        return line
+    sums: list[float] = field(default_factory=lambda: [0.0] * len(PRIOR_SUMS))
 
     def at(self, n_tokens: int) -> float:
         """Cost of feeding `n_tokens`, in single-token rounds."""
         if n_tokens <= 1:
             return 1.0
-        spread = self.weight * self.tokens_squared - self.tokens**2
-        slope = (self.weight * self.tokens_cost - self.tokens * self.cost) / spread
-        slope = max(0.0, slope)
-        return max(1.0, (self.cost + slope * (self.weight * n_tokens - self.tokens)) / self.weight)
+        sums = map(operator.add, self.sums, PRIOR_SUMS)
+        weight, tokens, tokens_squared, cost, tokens_cost = sums
+        slope = (weight * tokens_cost - tokens * cost) / (weight * tokens_squared - tokens**2)
+        return max(1.0, (cost + max(0.0, slope) * (weight * n_tokens - tokens)) / weight)
 
     def observe(self, n_tokens: int, cost: float) -> None:
         """Takes the cost of one round."""
         expected = self.at(n_tokens)
         # No block is cheaper than a step: where it looks so, the steps were disturbed.
         cost = min(max(1.0, cost, expected / OUTLIER), expected * OUTLIER)
-        self._add(n_tokens, cost, 1.0)
-
-    def _add(self, n_tokens: int, cost: float, weight: float) -> None:
-        self.weight = self.weight * COST_FADING + weight
-        self.tokens = self.tokens * COST_FADING + weight * n_tokens
-        self.tokens_squared = self.tokens_squared * COST_FADING + weight * n_tokens**2
-        self.cost = self.cost * COST_FADING + weight * cost
-        self.tokens_cost = self.tokens_cost * COST_FADING + weight * n_tokens * cost
+        terms = _terms(n_tokens, cost)
+        self.sums = [COST_FADING * old + new for old, new in zip(self.sums, terms, strict=True)]
 
 
 @dataclass(slots=True)
@@ -188,7 +183,7 @@ class Profile:
     """
 
     step_seconds: float = 0.0
-    cost: CostLine = field(default_factory=CostLine.prior)
+    cost: CostLine = field(default_factory=CostLine)
     chains: dict[str, Chain] = field(default_factory=dict)
     calibrations: dict[str, Calibration] = field(default_factory=dict)
     thinking: Rate = field(default_factory=Rate)
@@ -223,7 +218,9 @@ class Profile:
                 values[name] = Rate(**values[name])
             for name, kind in (("chains", Chain), ("calibrations", Calibration)):
                 values[name] = {key: kind(**counts) for key, counts in values[name].items()}
-            return cls(**values)
+            profile = cls(**values)
+            profile.cost.at(2)
+            return profile
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             accepted = "A JSON object written by Profile.to_json() is accepted"
             raise ConfigError(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import GenerationConfig
 
 from . import compat
 from .cache.checkpoint import Checkpoint
 from .cache.fork import add_row, allows_holes, compact, join, retire_row, strip_padding
+from .cache.support import deviation, kernels_of, probe_ids, tolerance
+from .target import Target
+from .tokens import TokenSequence
 
 if TYPE_CHECKING:
-    from .target import Target
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 class TwoRows:
@@ -21,8 +27,8 @@ class TwoRows:
     A round feeds both rows the same number of tokens but need not keep as many of one as of the
     other. A slot of the cache that is kept for one row only is a *hole* of the other: masked from
     then on, and taken out when the row is retired. Positions count tokens, not slots, so that
-    every layer that sees all slots computes what it would without holes. Where another kind of
-    layer is present, both rows keep whatever is fed (`takes_candidates` is False).
+    every layer that sees all slots computes what it would without holes. `row_support` says
+    whether that holds for a model; where it does not, both rows must keep whatever is fed.
 
     Args:
         target (`Target`): The parent.
@@ -49,12 +55,6 @@ class TwoRows:
         self._checkpoint: Checkpoint | None = None
         self._n_fed = 0
         self._n_kept_of_child = 0
-        positions = target.kwargs.get("position_ids")
-        self.takes_candidates = (
-            positions is not None
-            and positions.dim() == 2
-            and allows_holes(target.cache, target.model.config)
-        )
         # Last, because nobody would take it back.
         if child is None:
             add_row(target.cache, target.model.device)
@@ -86,7 +86,7 @@ class TwoRows:
         self._checkpoint = Checkpoint(target.cache, n_fed)
         logits = target.forward_rows(
             torch.tensor(padded, dtype=ids.dtype, device=ids.device),
-            self._kwargs(n_fed, child_position),
+            self._kwargs(len(parent_ids), len(child_ids), child_position),
             checkpoint=self,
         )
         return logits[:1, : len(parent_ids)], logits[1:, : len(child_ids)]
@@ -100,13 +100,14 @@ class TwoRows:
         assert self._checkpoint is not None, "keep follows a forward"
         kept_by_row = (n_kept, self._n_kept_of_child)
         n_new = max(kept_by_row)
-        self._checkpoint.keep(n_new)
-        self._checkpoint = None
         new = self._mask.new_ones(2, n_new)
         for row, n_tokens in enumerate(kept_by_row):
             new[row, n_tokens:] = 0
+        mask = torch.cat([self._mask, new], dim=1)
+        self._checkpoint.keep(n_new)
+        self._checkpoint = None
+        self._mask = mask
         self._is_masked |= min(kept_by_row) < n_new
-        self._mask = torch.cat([self._mask, new], dim=1)
         self._slots.extend(range(self._n_slots, self._n_slots + n_kept))
         self._n_slots += n_new
         return n_kept
@@ -135,9 +136,10 @@ class TwoRows:
             compact(cache, torch.tensor(self._slots, device=device))
             self._n_slots = len(self._slots)
 
-    def _kwargs(self, n_fed: int, child_position: int) -> dict[str, Any]:
-        """The parent's arguments of a forward, for two rows of `n_fed` tokens."""
+    def _kwargs(self, n_parent: int, n_child: int, child_position: int) -> dict[str, Any]:
+        """The parent's arguments of a forward, for rows of so many tokens."""
         target = self._target
+        n_fed = max(n_parent, n_child)
         kwargs = dict(target.kwargs)
         for name in compat.PER_TOKEN_KWARGS:
             if kwargs.get(name) is not None:
@@ -150,7 +152,12 @@ class TwoRows:
             ahead = child_position - (len(target.sequence) - target.n_pending)
             first = positions[..., -target.n_pending, None]
             offsets = torch.arange(n_fed, device=positions.device)
-            kwargs["position_ids"] = torch.cat([first, first + ahead], dim=-2) + offsets
+            # What fills a short row up must not reach positions that the text has not reached.
+            rows = (
+                first + offsets.clamp_max(n_parent - 1),
+                first + ahead + offsets.clamp_max(n_child - 1),
+            )
+            kwargs["position_ids"] = torch.cat(rows, dim=-2)
         return kwargs
 
 
@@ -160,3 +167,97 @@ def _two_rows(value: torch.Tensor, n_more: int) -> torch.Tensor:
     repeats = [1] * value.dim()
     repeats[-2] = 2
     return grown.repeat(*repeats)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSupport:
+    """What two rows may do without changing a token.
+
+    Args:
+        holes (`bool`): They may go at their own pace.
+        padding (`bool`): One may be ahead when it joins.
+    """
+
+    holes: bool
+    padding: bool
+
+
+def row_support(target: Target) -> RowSupport:
+    """What the rows of a model, with the cache in use, may do.
+
+    Models differ in what they count: text positions that they are given, or slots of the cache.
+    The first call per model compares both cases with rows of their own; later calls reuse it.
+
+    Args:
+        target (`Target`): The parent; its text and cache are not touched.
+
+    Returns:
+        `RowSupport`: What may be done.
+    """
+    model = target.model
+    known = _probed.setdefault(model, {})
+    kernels = kernels_of(model)
+    if kernels not in known:
+        known[kernels] = _probe(model)
+    positions = target.kwargs.get("position_ids")
+    has_positions = positions is not None and positions.dim() == 2
+    holes = has_positions and allows_holes(target.cache, model.config)
+    return RowSupport(holes and known[kernels].holes, known[kernels].padding)
+
+
+_probed: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], RowSupport]] = (
+    weakref.WeakKeyDictionary()
+)
+PROBE_PREFIX, PROBE_TOKENS = 4, 4
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel) -> RowSupport:
+    config = GenerationConfig()
+    ids = probe_ids(model, PROBE_PREFIX + PROBE_TOKENS)
+    token_ids = tuple(ids[0].tolist())
+
+    def read(n_tokens: int) -> Target:
+        """A target with so many tokens, of which the last is pending."""
+        prompt = ids[:, :PROBE_PREFIX]
+        fresh = Target(model, TokenSequence(prompt), compat.fresh_kwargs(model, prompt, config))
+        fresh.prefill(config)
+        for token_id in token_ids[PROBE_PREFIX:n_tokens]:
+            if len(fresh.sequence) > PROBE_PREFIX:
+                fresh.forward()
+            fresh.sequence.append((token_id,))
+            fresh.keep(1)
+        return fresh
+
+    alone = read(PROBE_PREFIX + 1).forward(token_ids[PROBE_PREFIX + 1 :])
+
+    def agree(logits: torch.Tensor, position: int) -> bool:
+        expected = alone[:, position - PROBE_PREFIX :][:, : logits.shape[1]]
+        return deviation(expected, logits) <= tolerance(model)
+
+    parent, child = read(PROBE_PREFIX + 1), read(PROBE_PREFIX + 3)
+    rows = TwoRows(parent, child)
+    logits, child_logits = rows.forward((), token_ids[6:7], child_position=6)
+    padding = agree(logits, 4) and agree(child_logits, 6)
+
+    parent = read(PROBE_PREFIX + 1)
+    if not allows_holes(parent.cache, model.config) or "position_ids" not in parent.kwargs:
+        return RowSupport(holes=False, padding=padding)
+    if _counts_slots(model.config):
+        return RowSupport(holes=False, padding=False)
+    rows = TwoRows(parent)
+    rows.forward(token_ids[5:6], token_ids[4:5], child_position=4)
+    rows.keep_of_child(1)
+    parent.sequence.append(token_ids[5:7])
+    parent.keep(2)
+    logits, child_logits = rows.forward((), token_ids[5:7], child_position=5)
+    return RowSupport(agree(logits, 6) and agree(child_logits, 5), padding)
+
+
+def _counts_slots(config: PreTrainedConfig) -> bool:
+    """Whether a model does what no short probe can see: windows or scales by slots of the cache."""
+    text = config.get_text_config(decoder=True)
+    local = "local" in repr(
+        [getattr(text, name, None) for name in ("attention_layers", "attention_types")]
+    )
+    return local or bool(getattr(text, "attn_temperature_tuning", False))

@@ -286,10 +286,13 @@ def layer_states(layer: Any) -> dict[str, Tensor]:
 def scripted_drafts(script: Callable[[int, int], int]) -> Iterator[None]:
     """Makes draft `n` write `script(i, n)` as its token `i`, whatever the model thinks of it."""
 
-    def select(writer: DraftWriter, position_logits: Tensor, best: int | None) -> int:
+    def select(writer: DraftWriter, position_logits: Tensor) -> int:
         return script(len(writer.token_ids), writer.branch_point.stage)
 
-    with mock.patch.object(DraftWriter, "_select", select):
+    with (
+        mock.patch.object(DraftWriter, "_best", lambda *_: None),
+        mock.patch.object(DraftWriter, "_select", select),
+    ):
         yield
 
 

@@ -59,6 +59,7 @@ MAY_IMPORT_TRANSFORMERS = {
     "cache",
     "budget",
     "candidates",
+    "rows",
     "outputs",
     "specreason",
     "host_call",

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
 import pytest
 import torch
 from families import build_model, random_prompt
-from helpers import TOLERANCE, assert_same_cache
-from transformers import GenerationConfig, PreTrainedModel
+from helpers import TOLERANCE, assert_same, assert_same_cache, run_both
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    GenerationConfig,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    PreTrainedModel,
+)
 
-from ssr_hf import compat
-from ssr_hf.rows import TwoRows
+from ssr_hf import SelfSpeculationConfig, compat
+from ssr_hf.rows import RowSupport, TwoRows, row_support
 from ssr_hf.target import Target
 from ssr_hf.tokens import TokenSequence
 
 PROMPT = 9
+SETTINGS = {"lane": "lockstep", "adaptive": False, "max_draft_tokens": 8}
 WITH_HOLES = ("llama", "qwen3", "gpt2", "deepseek_v3")
 IN_STEP = ("mistral", "gemma3", "lfm2", "qwen3_next", "mamba2", "falcon_h1")
 
@@ -68,8 +77,8 @@ def test_rows_at_their_own_pace_compute_what_they_would_alone(family: str, ahead
         child.settle()
         child_text = [*sequence.token_ids]
         n_in_row += ahead
+    assert row_support(target) == RowSupport(holes=True, padding=True)
     rows = TwoRows(target, child)
-    assert rows.takes_candidates
     for _ in range(12):
         text = [*target.sequence.token_ids]
         candidates, new = _ids(rng, 4), _ids(rng, 4)
@@ -94,9 +103,7 @@ def test_windows_and_states_keep_rows_in_step(family: str) -> None:
     """Holes in a window that counts slots, or in a state that has no slots."""
     model = build_model(family)
     target = _target(model, random_prompt(model, PROMPT, seed=1), 7)
-    rows = TwoRows(target)
-    assert not rows.takes_candidates
-    rows.retire()
+    assert not row_support(target).holes
 
 
 @torch.no_grad()
@@ -120,3 +127,71 @@ def test_a_failed_forward_leaves_the_parent_as_it_was(monkeypatch: pytest.Monkey
     rows.retire()
     target.close(keeps_cache=True)
     assert_same_cache(model(target.sequence.ids[:, :-1], use_cache=True).cache, target.cache)
+
+
+def _unused(text: list[int]) -> int:
+    """A marker that never comes, so that drafts are taken to the end of the text."""
+    return next(token for token in range(3, 256) if token not in text)
+
+
+def _counting_slots() -> dict[str, PreTrainedModel]:
+    """Models that count slots of the cache where others count text positions."""
+    sizes = {"vocab_size": 256, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    torch.manual_seed(0)
+    neo = GPTNeoConfig(
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=8,
+        initializer_range=0.3,
+        **sizes,
+    )
+    bart = BartConfig(
+        d_model=32,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=64,
+        init_std=0.3,
+        is_encoder_decoder=False,
+        is_decoder=True,
+        forced_eos_token_id=None,
+        **sizes,
+    )
+    return {"gpt_neo": GPTNeoForCausalLM(neo).eval(), "bart": BartForCausalLM(bart).eval()}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", ["gpt_neo", "bart"])
+def test_models_that_count_slots_stay_exact(name: str, seed: int) -> None:
+    """A window over slots, or positions that are the length of the cache."""
+    model = _counting_slots()[name]
+    prompt = random_prompt(model, PROMPT, seed)
+    text = model.generate(prompt, max_new_tokens=60, do_sample=False)[0].tolist()
+    config = SelfSpeculationConfig(
+        end_of_thinking=[_unused(text)], draft_budget=(5, 20, 35), **SETTINGS
+    )
+    assert_same(run_both(model, prompt, config, max_new_tokens=60))
+
+
+@pytest.mark.parametrize("length", [40, 48, 64])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_end_of_the_positions(family: str, length: int) -> None:
+    """Positions behind the last one for tokens that only fill a row up."""
+    changes = {"max_position_embeddings": length}
+    if family == "llama":
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        changes["rope_parameters"] = rope
+    model = build_model(family)
+    config = copy.deepcopy(model.config)
+    config.update(changes)
+    torch.manual_seed(1)
+    short = type(model)(config).eval()
+    prompt = random_prompt(short, PROMPT, seed=1)
+    n_new = length - PROMPT
+    text = short.generate(prompt, max_new_tokens=n_new, do_sample=False)[0].tolist()
+    for budget in range(n_new - 12, n_new - 3):
+        settings = SelfSpeculationConfig(
+            end_of_thinking=[_unused(text)], draft_budget=budget, **SETTINGS
+        )
+        assert_same(run_both(short, prompt, settings, max_new_tokens=n_new))

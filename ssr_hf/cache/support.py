@@ -105,24 +105,43 @@ def multi_token_support(model: PreTrainedModel, generation_config: GenerationCon
         `Supported` or `Unsupported`: The latter states the largest difference.
     """
     known = _probed.setdefault(model, {})
-    kernels = (model.dtype, model.device, model.config._attn_implementation)
+    kernels = kernels_of(model)
     if kernels not in known:
         known[kernels] = _probe(model, generation_config)
     return known[kernels]
 
 
-@torch.no_grad()
-def _probe(model: PreTrainedModel, generation_config: GenerationConfig) -> Support:
+def kernels_of(model: PreTrainedModel) -> tuple[Any, ...]:
+    """What decides which kernels a model runs."""
+    return model.dtype, model.device, model.config._attn_implementation
+
+
+def probe_ids(model: PreTrainedModel, length: int) -> torch.Tensor:
+    """Arbitrary token ids `[1, length]`, always the same."""
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    length = PROBE_PREFIX + PROBE_TOKENS
     ids = torch.randint(1, min(vocab_size, 1000), (1, length), generator=generator)
-    ids = ids.to(model.device)
+    return ids.to(model.device)
+
+
+def deviation(expected: torch.Tensor, logits: torch.Tensor) -> float:
+    """Largest difference of logits, in standard deviations of the expected ones."""
+    difference = (expected.float() - logits.float()).abs().max()
+    return (difference / expected.float().std().clamp_min(1e-6)).item()
+
+
+def tolerance(model: PreTrainedModel) -> float:
+    """The largest deviation that rounding explains."""
+    return PROBE_TOLERANCE.get(model.dtype, PROBE_TOLERANCE_16_BIT)
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel, generation_config: GenerationConfig) -> Support:
+    ids = probe_ids(model, PROBE_PREFIX + PROBE_TOKENS)
     single = _probe_logits(model, generation_config, ids, [1] * PROBE_TOKENS)
     block = _probe_logits(model, generation_config, ids, [PROBE_TOKENS])
-    difference = ((single - block).abs().max() / single.std().clamp_min(1e-6)).item()
-    tolerance = PROBE_TOLERANCE.get(model.dtype, PROBE_TOLERANCE_16_BIT)
-    if difference <= tolerance:
+    difference = deviation(single, block)
+    if difference <= tolerance(model):
         return Supported()
     reason = (
         f"{type(model).__name__} gives other logits for {PROBE_TOKENS} tokens at once than for "

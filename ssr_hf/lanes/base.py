@@ -112,15 +112,12 @@ class DraftWriter:
         """
         self.forwards += 1
         offered = candidates.token_ids
-        # One transfer for all tokens, where none depends on those before it.
-        best: list[int] | None = None
-        if self._generator is None and len(self._rules.logits_processor) == 0:
-            best = logits[0].argmax(dim=-1).tolist()
+        best = self._best(logits)
         for position in range(len(offered) + 1):
-            if self._generator is None:
-                token_id = self._select(
-                    logits[:, position], None if best is None else best[position]
-                )
+            if best is not None:
+                token_id = best[position]
+            elif self._generator is None:
+                token_id = self._select(logits[:, position])
             else:
                 token_id = self._draw(logits[:, position], candidates.proposal(position))
             self.sequence.append((token_id,))
@@ -136,10 +133,14 @@ class DraftWriter:
             return lambda token_ids, room, n_pending, rows=1: NO_CANDIDATES
         return make(self.sequence.token_ids[: self._start], previous)
 
-    def _select(self, position_logits: torch.Tensor, best: int | None) -> int:
-        """The greedy token; `best` is that of the logits, where nothing processes them."""
-        if best is not None:
-            return best
+    def _best(self, logits: torch.Tensor) -> list[int] | None:
+        """All greedy tokens in one transfer, where none depends on those before it."""
+        if self._generator is not None or len(self._rules.logits_processor) > 0:
+            return None
+        best: list[int] = logits[0].argmax(dim=-1).tolist()
+        return best
+
+    def _select(self, position_logits: torch.Tensor) -> int:
         return int(self._process(position_logits).argmax(dim=-1).item())
 
     def _draw(self, position_logits: torch.Tensor, judged: Proposal | None) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..records import NO_CANDIDATES, Candidates, Draft
-from ..rows import TwoRows
+from ..rows import TwoRows, row_support
 from .base import DraftWriter, Guesser, Lane, inherit
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class LockstepLane(Lane):
 
     def open(self, writer: DraftWriter, previous: Draft | None) -> None:
         self.writer = writer
-        if previous is None:
+        support = row_support(self.target)
+        if previous is None or not support.padding:
             self._n_fed = len(self.target.sequence) - self.target.n_pending
             self._shared = TwoRows(self.target)
         else:
@@ -48,7 +49,7 @@ class LockstepLane(Lane):
             self.target.settle()
             self._n_fed = len(writer.sequence) - 1
             self._shared = TwoRows(self.target, child)
-        if self._shared.takes_candidates:
+        if support.holes:
             self._guess = writer.guesser(previous)
 
     @property
@@ -61,7 +62,7 @@ class LockstepLane(Lane):
 
     @property
     def takes_candidates(self) -> bool:
-        return self._shared is None or self._shared.takes_candidates
+        return self._shared is None or self._guess is not None
 
     def forward(self, candidates: Candidates) -> torch.Tensor:
         writer, shared = self.writer, self._shared
@@ -94,4 +95,5 @@ class LockstepLane(Lane):
             self._shared.retire()
             self._shared = None
         self._guess = None
+        self._n_drafted = 0
         super().close()
