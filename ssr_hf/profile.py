@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, field
 from .errors import ConfigError, message
 from .stats import Round
 
-# Weight of the newest measurement in a moving average.
-AVERAGE_WEIGHT = 0.15
+# Weight of the newest measurement in a moving average: of many rounds, and of a few calls.
+STEP_WEIGHT = 0.05
+CALL_WEIGHT = 0.15
 # A measurement may leave what is expected by this factor at most: a pause of the machine is no
 # cost.
 OUTLIER = 1.5
@@ -237,13 +238,13 @@ class Profile:
     def observe_cost(self, n_tokens: int, seconds: float) -> None:
         """Takes the time of one round that fed `n_tokens`, over all of its rows."""
         if n_tokens == 1:
-            self.step_seconds = average(self.step_seconds, seconds)
+            self.step_seconds = average(self.step_seconds, seconds, STEP_WEIGHT)
         elif self.step_seconds:
             self.cost.observe(n_tokens, seconds / self.step_seconds)
 
 
-def average(old: float, new: float) -> float:
+def average(old: float, new: float, weight: float = CALL_WEIGHT) -> float:
     """Moves an average, of which 0 stands for none, towards a new value."""
     if old == 0.0:
         return new
-    return old + AVERAGE_WEIGHT * (min(max(new, old / OUTLIER), old * OUTLIER) - old)
+    return old + weight * (min(max(new, old / OUTLIER), old * OUTLIER) - old)
