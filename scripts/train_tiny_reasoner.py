@@ -61,7 +61,7 @@ PRE_TOKEN = r"\n|[A-Za-z]+|[0-9]{1,2}|[^A-Za-z0-9\n]+"
 VOCAB_SIZE = 1000
 MIN_NOTES, MAX_NOTES = 5, 8
 PRESETS = {"base": (4, 256), "small": (2, 192)}
-HEAD_SIZE = 64
+HEAD_SIZE = 32
 MAX_POSITIONS = 2048
 # Tokens of a suffix, and of a proposal, when the evaluation replays an answer against a draft.
 SUFFIX_LENGTH, MAX_PROPOSAL = 4, 16
@@ -578,9 +578,9 @@ It does this one task and nothing else.
 A problem lists {min_notes} to {max_notes} numbered notes in four phrasings, each with a name,
 quantity, colour, item and city, and asks for those that satisfy a condition, sorted by quantity,
 as JSON, Python dataclass or YAML rows. The chain of thought examines one note a line, compares its
-quantity with those kept so far and restates the running order; the answer writes out all fields of
-the kept notes. `ssr_hf.assets.problems` generates problem, reasoning and answer from a seed; no
-other text is in the training data.
+quantity with those kept so far and restates the running order; the answer writes out number and
+fields of the kept notes. `ssr_hf.assets.problems` generates problem, reasoning and answer from a
+seed; no other text is in the training data.
 
 In {cut_fraction:.0%} of the training examples the chain of thought ends at a random token, closed
 by `</think>`, and the answer is the best one derivable so far: the kept notes examined so far in

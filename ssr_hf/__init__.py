@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from .assets import load_tiny_reasoner, tiny_reasoner_prompts
+from .assets import fit_threads, load_tiny_reasoner, tiny_reasoner_prompts
 from .budget import ThinkingBudgetLogitsProcessor
 from .candidates import SuffixCandidateGenerator
 from .config import SelfSpeculationConfig, SuffixConfig
@@ -40,6 +40,7 @@ __all__ = [
     "__version__",
     "disable",
     "enable",
+    "fit_threads",
     "load_tiny_reasoner",
     "self_speculative_decoding",
     "tiny_reasoner_prompts",

@@ -26,6 +26,7 @@ from .pacing import FixedPacer, MeasuredPacer, Pacer
 from .profile import Profile
 from .specreason import StepRequest, StepSpeculation, bind_steps
 from .stats import Recorder, SpeculationStats
+from .suffix_index import HISTORY, History
 from .target import Target
 from .tokens import TokenSequence
 
@@ -60,7 +61,10 @@ def decode(
     if loop.steps is None:
         # Calls in which a small model wrote cost something else per token.
         loop.pacer.finish(stats)
-    sequences = loop.target.sequence.ids.clone()
+    sequence = loop.target.sequence
+    if config.adaptive and config.proposes_spans and HISTORY in config.suffix.sources:
+        profile.history.add(sequence.token_ids[sequence.prompt_length :])
+    sequences = sequence.ids.clone()
     if not call.returns_dict:
         return sequences
     return SelfSpeculativeOutput(
@@ -130,11 +134,12 @@ def assemble(
         call.streamer,
     )
     lane = lane_type(target)
-    rules = _draft_rules(call, config, markers, pacer)
+    history = profile.history if config.adaptive else None
+    rules = _draft_rules(call, config, markers, pacer, history)
     return SelfSpeculativeDecoding(
         target=target,
         committer=committer,
-        proposer=Proposer(config, tracker, sequence, call.longest_text, pacer),
+        proposer=Proposer(config, tracker, sequence, call.longest_text, pacer, history),
         lane=lane,
         schedule=DraftSchedule(
             config, lane, tracker, sequence, rules, call.longest_text, pacer, recorder
@@ -160,7 +165,11 @@ def _processors(
 
 
 def _draft_rules(
-    call: HostCall, config: SelfSpeculationConfig, markers: ThinkingMarkers, pacer: Pacer
+    call: HostCall,
+    config: SelfSpeculationConfig,
+    markers: ThinkingMarkers,
+    pacer: Pacer,
+    history: History | None,
 ) -> DraftRules:
     """What holds for every draft. Drafts are greedy unless their probabilities are needed."""
     samples = (
@@ -168,7 +177,7 @@ def _draft_rules(
         and config.verifies_prefix
         and bool(call.generation_config.do_sample)
     )
-    guesser = functools.partial(DraftGuesser, config.suffix, pacer)
+    guesser = functools.partial(DraftGuesser, config.suffix, pacer, history=history)
     return DraftRules(
         closing_ids=markers.closing,
         eos_token_ids=call.eos_token_ids,

@@ -14,7 +14,7 @@ from .config import SUFFIX_SOURCES, SuffixConfig
 from .markers import Phase, PhaseTracker
 from .pacing import DRAFTING
 from .records import NO_CANDIDATES, Candidates, Draft, Verdict
-from .suffix_index import SuffixIndex
+from .suffix_index import HISTORY, History, SuffixIndex
 
 if TYPE_CHECKING:
     from .config import SelfSpeculationConfig
@@ -28,6 +28,7 @@ class SuffixCandidateGenerator(CandidateGenerator):
 
     Args:
         config (`SuffixConfig`, *optional*): Match depth, span length, sources.
+        history (`History`, *optional*): What was written in earlier calls, if that is a source.
 
     Example:
 
@@ -42,9 +43,13 @@ class SuffixCandidateGenerator(CandidateGenerator):
     ```
     """
 
-    def __init__(self, config: SuffixConfig | None = None) -> None:
+    def __init__(self, config: SuffixConfig | None = None, history: History | None = None) -> None:
         self.config = config or SuffixConfig()
-        self._index = SuffixIndex(max_match=self.config.max_match, sources=self.config.sources)
+        self._index = SuffixIndex(
+            max_match=self.config.max_match,
+            sources=[source for source in self.config.sources if source != HISTORY],
+            history=history if HISTORY in self.config.sources else None,
+        )
         self._n_seen = 0
 
     def add(self, source: str, token_ids: Iterable[int]) -> None:
@@ -107,6 +112,7 @@ class DraftGuesser:
         pacer (`Pacer`): Says how many candidates are worth offering.
         token_ids (`Sequence[int]`): The text at the fork.
         previous (`Draft`, *optional*): The draft before.
+        history (`History`, *optional*): What was written in earlier calls.
     """
 
     def __init__(
@@ -115,9 +121,11 @@ class DraftGuesser:
         pacer: Pacer,
         token_ids: Sequence[int],
         previous: Draft | None,
+        history: History | None = None,
     ) -> None:
         self._pacer = pacer
-        self._generator = SuffixCandidateGenerator(replace(config, sources=SUFFIX_SOURCES))
+        sources = SUFFIX_SOURCES if HISTORY in config.sources else SUFFIX_SOURCES[:-1]
+        self._generator = SuffixCandidateGenerator(replace(config, sources=sources), history)
         self._generator.add("prompt", token_ids)
         self._n_seen = len(token_ids)
         self._offered = NO_CANDIDATES
@@ -125,7 +133,7 @@ class DraftGuesser:
             self._generator.add_draft(previous)
 
     def __call__(
-        self, token_ids: Sequence[int], room: int, n_pending: int, rows: int = 1
+        self, token_ids: Sequence[int], room: int, n_pending: int, rows: int = 1, width: int = 0
     ) -> Candidates:
         """At most `room` candidates behind `token_ids`."""
         written = token_ids[self._n_seen :]
@@ -137,7 +145,7 @@ class DraftGuesser:
         self._offered = NO_CANDIDATES
         if room >= 1:
             candidates = self._generator.propose(token_ids, room)
-            self._offered = self._pacer.trim(candidates, DRAFTING, n_pending, rows)
+            self._offered = self._pacer.trim(candidates, DRAFTING, n_pending, rows, width)
         return self._offered
 
 
@@ -150,6 +158,7 @@ class Proposer:
         sequence (`TokenSequence`): The committed text.
         longest_text (`int`): Most tokens the text may have, prompt included.
         pacer (`Pacer`): Says how many of the candidates are worth offering.
+        history (`History`, *optional*): What was written in earlier calls.
     """
 
     def __init__(
@@ -159,13 +168,14 @@ class Proposer:
         sequence: TokenSequence,
         longest_text: int,
         pacer: Pacer,
+        history: History | None = None,
     ) -> None:
         self._config = config
         self._tracker = tracker
         self._sequence = sequence
         self._longest_text = longest_text
         self._pacer = pacer
-        self._generator = SuffixCandidateGenerator(config.suffix)
+        self._generator = SuffixCandidateGenerator(config.suffix, history)
         self._unverified: Draft | None = None
         if config.proposes_spans:
             self._generator.add("prompt", sequence.token_ids)

@@ -13,7 +13,7 @@ from .errors import ConfigError, message
 
 REUSE_MODES = ("prefix+suffix", "prefix", "suffix", "none")
 LANES = ("auto", "lockstep", "stream", "sequential")
-SUFFIX_SOURCES = ("draft", "prompt", "thinking", "answer")
+SUFFIX_SOURCES = ("draft", "prompt", "thinking", "answer", "history")
 DEFAULT_DRAFT_BUDGET = 128
 ACCEPTANCE_RULES = ("exact_match", "rejection_sampling")
 
@@ -127,7 +127,7 @@ class SuffixConfig:
     @property
     def speculates_while_thinking(self) -> bool:
         """Whether spans are proposed inside the chain of thought."""
-        return "prompt" in self.sources or "thinking" in self.sources
+        return not {"prompt", "thinking", "history"}.isdisjoint(self.sources)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,10 +37,13 @@ BLOCK_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384,
 class Pacer(Protocol):
     """Decides how much to speculate. It never sees tokens' logits and never changes a token."""
 
-    def trim(self, candidates: Candidates, phase: str, n_pending: int, rows: int = 1) -> Candidates:
+    def trim(
+        self, candidates: Candidates, phase: str, n_pending: int, rows: int = 1, width: int = 0
+    ) -> Candidates:
         """The leading candidates that are worth offering.
 
-        The forward feeds `n_pending` tokens in front of them, and as much in each of its `rows`.
+        The forward feeds `n_pending` tokens in front of them, and as much in each of its `rows`, at
+        least `width` tokens.
         """
 
     def observe(self, entry: Round, candidates: Candidates) -> None:
@@ -76,7 +79,9 @@ class FixedPacer:
     def __init__(self, lane: str = "auto") -> None:
         self.lane = "lockstep" if lane == "auto" else lane
 
-    def trim(self, candidates: Candidates, phase: str, n_pending: int, rows: int = 1) -> Candidates:
+    def trim(
+        self, candidates: Candidates, phase: str, n_pending: int, rows: int = 1, width: int = 0
+    ) -> Candidates:
         return candidates
 
     def observe(self, entry: Round, candidates: Candidates) -> None:
@@ -113,24 +118,29 @@ class MeasuredPacer:
         self._probe_after: dict[str, int] = {}
         self._drafting = self._choose_drafting()
 
-    def trim(self, candidates: Candidates, phase: str, n_pending: int, rows: int = 1) -> Candidates:
+    def trim(
+        self, candidates: Candidates, phase: str, n_pending: int, rows: int = 1, width: int = 0
+    ) -> Candidates:
         # How much of a sampled draft is judged must not depend on where it ends: see `acceptance`.
         if not candidates.token_ids or candidates.source == "marker" or candidates.proposals:
             return candidates
         key = _key(candidates, phase)
-        size = self._best_size(key, candidates, n_pending, rows)
+        size = self._best_size(key, candidates, n_pending, rows, width)
         if size == 0:
             size = self._probe(key, len(candidates.token_ids))
         return candidates.first(size)
 
-    def _best_size(self, key: str, candidates: Candidates, n_pending: int, rows: int) -> int:
-        cost = self.profile.cost.at
-        cost_without = cost(rows * n_pending)
+    def _best_size(
+        self, key: str, candidates: Candidates, n_pending: int, rows: int, width: int
+    ) -> int:
+        cost_without = self.profile.cost.at(rows * max(n_pending, width))
+        intercept, slope = self.profile.cost.fit()
         available = len(candidates.token_ids)
         sizes = [*(size for size in BLOCK_SIZES if size < available), available]
         best, best_gain = 0, 0.0
         for size, saved in zip(sizes, self._expected(key, candidates, sizes), strict=True):
-            gain = saved - MARGIN * (cost(rows * (n_pending + size)) - cost_without)
+            cost_with = intercept + slope * rows * max(n_pending + size, width)
+            gain = saved - MARGIN * (max(1.0, cost_with) - cost_without)
             if gain > best_gain:
                 best, best_gain = size, gain
         return best

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass, field
 
 from .errors import ConfigError, message
 from .stats import Round
+from .suffix_index import History
 
-# Weight of the newest measurement in a moving average: of many rounds, and of a few calls.
-STEP_WEIGHT = 0.05
+# Weight of the newest measurement in a moving average: of single-token rounds, and of calls.
+STEP_WEIGHT = 0.08
 CALL_WEIGHT = 0.15
 # A measurement may leave what is expected by this factor at most: a pause of the machine is no
 # cost.
@@ -26,6 +27,8 @@ PRIOR_SIZES = (2, 34)
 COST_FADING = 0.98
 # Every acceptance count fades by this factor when it is added to, so that old text counts less.
 FADING = 0.98
+# Rates outlast a draft: its first tokens cost more than the others.
+RATE_FADING = 0.995
 PRIOR_UNITS = 8.0
 N_BINS = 10
 PRIOR_TRIALS = 4.0
@@ -55,14 +58,20 @@ class CostLine:
 
     sums: list[float] = field(default_factory=lambda: [0.0] * len(PRIOR_SUMS))
 
+    def fit(self) -> tuple[float, float]:
+        """Intercept and slope of the line."""
+        sums = map(operator.add, self.sums, PRIOR_SUMS)
+        weight, tokens, tokens_squared, cost, tokens_cost = sums
+        slope = (weight * tokens_cost - tokens * cost) / (weight * tokens_squared - tokens**2)
+        slope = max(0.0, slope)
+        return (cost - slope * tokens) / weight, slope
+
     def at(self, n_tokens: int) -> float:
         """Cost of feeding `n_tokens`, in single-token rounds."""
         if n_tokens <= 1:
             return 1.0
-        sums = map(operator.add, self.sums, PRIOR_SUMS)
-        weight, tokens, tokens_squared, cost, tokens_cost = sums
-        slope = (weight * tokens_cost - tokens * cost) / (weight * tokens_squared - tokens**2)
-        return max(1.0, (cost + max(0.0, slope) * (weight * n_tokens - tokens)) / weight)
+        intercept, slope = self.fit()
+        return max(1.0, intercept + slope * n_tokens)
 
     def observe(self, n_tokens: int, cost: float) -> None:
         """Takes the cost of one round."""
@@ -82,8 +91,8 @@ class Rate:
 
     def observe(self, cost: float, units: float) -> None:
         """Takes the cost of some units."""
-        self.cost = self.cost * FADING + cost
-        self.units = self.units * FADING + units
+        self.cost = self.cost * RATE_FADING + cost
+        self.units = self.units * RATE_FADING + units
 
     def value(self, prior: float) -> float:
         """The ratio."""
@@ -161,6 +170,7 @@ class Profile:
 
     Args:
         step_seconds (`float`): Seconds of a single-token round; 0 before the first.
+        steps (`int`): Single-token rounds seen.
         cost (`CostLine`): Cost of a round by the tokens it feeds, those of a draft included.
         chains (`dict[str, Chain]`): Acceptance of candidates without estimates, by source and
             phase.
@@ -172,6 +182,7 @@ class Profile:
         answer_tokens (`float`): Tokens of an answer.
         draft_cost (`float`): Cost of the drafts of one call, in single-token rounds.
         calls (`int`): Calls seen.
+        history (`History`): What the model wrote in the last calls. It is not saved.
 
     Example:
 
@@ -184,6 +195,7 @@ class Profile:
     """
 
     step_seconds: float = 0.0
+    steps: int = 0
     cost: CostLine = field(default_factory=CostLine)
     chains: dict[str, Chain] = field(default_factory=dict)
     calibrations: dict[str, Calibration] = field(default_factory=dict)
@@ -194,10 +206,13 @@ class Profile:
     answer_tokens: float = 0.0
     draft_cost: float = 0.0
     calls: int = 0
+    history: History = field(default_factory=History, compare=False, repr=False)
 
     def to_json(self) -> str:
-        """The profile as a JSON object."""
-        return json.dumps(asdict(self), indent=2)
+        """The profile as a JSON object, without the texts in its history."""
+        values = asdict(self)
+        del values["history"]
+        return json.dumps(values, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
@@ -238,13 +253,17 @@ class Profile:
     def observe_cost(self, n_tokens: int, seconds: float) -> None:
         """Takes the time of one round that fed `n_tokens`, over all of its rows."""
         if n_tokens == 1:
-            self.step_seconds = average(self.step_seconds, seconds, STEP_WEIGHT)
+            # The first step is slower than others, so that the second one replaces it.
+            weight = max(STEP_WEIGHT, 1 / max(1, self.steps))
+            usual = seconds if self.steps < 2 else min(seconds, OUTLIER * self.step_seconds)
+            self.step_seconds += weight * (usual - self.step_seconds)
+            self.steps += 1
         elif self.step_seconds:
             self.cost.observe(n_tokens, seconds / self.step_seconds)
 
 
-def average(old: float, new: float, weight: float = CALL_WEIGHT) -> float:
+def average(old: float, new: float) -> float:
     """Moves an average, of which 0 stands for none, towards a new value."""
     if old == 0.0:
         return new
-    return old + weight * (min(max(new, old / OUTLIER), old * OUTLIER) - old)
+    return old + CALL_WEIGHT * (min(max(new, old / OUTLIER), old * OUTLIER) - old)

@@ -14,12 +14,15 @@ the cost of a token depends on the depth, not on the length, and repeated text a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from .errors import ConfigError, message
 
 _ROOT = 0
+HISTORY = "history"
 # Tokens of a path that still count as its context, beyond the match that it starts from.
 _PATH_CONTEXT = 16
 
@@ -183,6 +186,58 @@ class _Automaton:
         return path, probabilities
 
 
+class History:
+    """What the model wrote in earlier calls, as a source of spans in later ones.
+
+    Holds the last `max_tokens` tokens, give or take one text; the older half goes at once. Safe for
+    several threads. A copy of a history is empty.
+
+    Args:
+        max_tokens (`int`, *optional*, defaults to 8192):
+            Tokens to hold; each takes about a kilobyte.
+
+    Example:
+
+    ```python
+    >>> from ssr_hf.suffix_index import History, SuffixIndex
+    >>> history = History()
+    >>> history.add([5, 6, 7, 8])
+    >>> SuffixIndex(history=history).propose([1, 5, 6], max_tokens=64, factor=1).token_ids
+    (7, 8)
+
+    ```
+    """
+
+    def __init__(self, max_tokens: int = 8192) -> None:
+        self.max_tokens = max_tokens
+        self.lock = threading.Lock()
+        self._older = self._empty()
+        self._newer = self._empty()
+        self._n_newer = 0
+
+    def __reduce__(self) -> tuple[type[History], tuple[int]]:
+        return History, (self.max_tokens,)
+
+    @staticmethod
+    def _empty() -> _Automaton:
+        return _Automaton(2 * _PATH_CONTEXT)
+
+    @property
+    def automata(self) -> tuple[_Automaton, _Automaton]:
+        """What to search while `lock` is held."""
+        return self._newer, self._older
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Takes a text of its own."""
+        with self.lock:
+            if self._n_newer >= self.max_tokens // 2:
+                self._older, self._newer, self._n_newer = self._newer, self._empty(), 0
+            self._newer.tail = _ROOT
+            for token in token_ids[-self.max_tokens // 2 :]:
+                self._newer.append(token)
+            self._n_newer += len(token_ids)
+
+
 class SuffixIndex:
     """Proposes the tokens that followed the longest matching suffix of a context.
 
@@ -195,6 +250,8 @@ class SuffixIndex:
         sources (`Sequence[str]`, *optional*):
             Names of sources in order of preference at equal match length. A source that is not
             named here ranks behind these, in the order of first use.
+        history (`History`, *optional*):
+            Texts of earlier calls; they rank last, as the source `"history"`.
 
     Raises:
         `ConfigError`: `max_match` is less than 1.
@@ -211,12 +268,15 @@ class SuffixIndex:
     ```
     """
 
-    def __init__(self, *, max_match: int = 16, sources: Sequence[str] = ()) -> None:
+    def __init__(
+        self, *, max_match: int = 16, sources: Sequence[str] = (), history: History | None = None
+    ) -> None:
         if max_match < 1:
             accepted = "An integer of at least 1 is accepted"
             raise ConfigError(message(f"max_match is {max_match!r}", accepted, "Set max_match=16"))
         self.max_match = max_match
         self._automata = {source: self._empty() for source in sources}
+        self._history = history
 
     def _empty(self) -> _Automaton:
         return _Automaton(self.max_match + _PATH_CONTEXT)
@@ -285,13 +345,23 @@ class SuffixIndex:
             `Span` or `None`: One to `min(max_tokens, int(factor * match_length))` tokens.
         """
         suffix = context[-self.max_match :]
-        chosen, node, matched = None, _ROOT, max(min_match, 1) - 1
-        for source, automaton in self._automata.items():
-            state, length = automaton.match(suffix)
-            if length > matched:
-                chosen, node, matched = source, state, length
-        if chosen is None:
-            return None
-        budget = int(min(max_tokens, factor * matched))
-        path, probabilities = self._automata[chosen].follow(node, matched, budget, min_probability)
-        return Span(tuple(path), matched, chosen, tuple(probabilities)) if path else None
+        with self._history.lock if self._history is not None else nullcontext():
+            found: tuple[str, _Automaton] | None = None
+            node, matched = _ROOT, max(min_match, 1) - 1
+            for source, automaton in self._searched():
+                state, length = automaton.match(suffix)
+                if length > matched:
+                    found, node, matched = (source, automaton), state, length
+            if found is None:
+                return None
+            source, automaton = found
+            budget = int(min(max_tokens, factor * matched))
+            path, probabilities = automaton.follow(node, matched, budget, min_probability)
+        return Span(tuple(path), matched, source, tuple(probabilities)) if path else None
+
+    def _searched(self) -> Iterator[tuple[str, _Automaton]]:
+        """Sources in order of preference, the history last."""
+        yield from self._automata.items()
+        if self._history is not None:
+            for automaton in self._history.automata:
+                yield HISTORY, automaton

@@ -169,7 +169,7 @@ def test_demo_with_the_model_inside(sampling: Sequence[str]) -> None:
     result = run("demo", "--runs", 1, "--json", "-n", 160, *sampling)
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    assert report["identical"] and report["threads"] == 1
+    assert report["identical"] and report["threads"] in (1, 2)
     assert report["generation"] == (
         "sampled (temperature 0.8, top-p 0.9, seed 0)" if sampling else "greedy"
     )

@@ -28,7 +28,7 @@ SUFFIX_DEFAULTS = {
     "max_tokens": 64,
     "factor": 8.0,
     "min_probability": 0.05,
-    "sources": ("draft", "prompt", "thinking", "answer"),
+    "sources": ("draft", "prompt", "thinking", "answer", "history"),
 }
 
 

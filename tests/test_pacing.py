@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from families import build_model, random_prompt
@@ -215,7 +216,7 @@ def test_first_draft_branches_early_enough_to_be_finished():
     """Bug: thinking ends in the middle of the draft in call after call."""
     profile = Profile(step_seconds=STEP)
     assert MeasuredPacer(profile).first_budget(128) == 128
-    for thinking_tokens, answer_tokens, budget in ((1000, 100, 128), (200, 96, 80), (60, 90, 16)):
+    for thinking_tokens, answer_tokens, budget in ((1000, 100, 128), (200, 100, 75), (60, 90, 16)):
         profile.thinking_tokens, profile.answer_tokens = thinking_tokens, answer_tokens
         assert MeasuredPacer(profile).first_budget(128) == budget
     assert FixedPacer().first_budget(128) == 128
@@ -281,6 +282,36 @@ def test_profile_survives_json_and_says_what_is_wrong():
     for text in ('{"cost": 3}', '{"cost": {"sums": [1.0]}}'):
         with pytest.raises(ssr_hf.ConfigError, match=r"no profile.*Profile\.to_json"):
             Profile.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("settings", "proposes"),
+    [({}, True), ({"adaptive": False}, False), ({"suffix": {"sources": ("draft",)}}, False)],
+)
+def test_later_calls_propose_what_earlier_ones_wrote(settings: dict[str, Any], proposes: bool):
+    """Bug: the history is never used, or is used where the user wants none of it."""
+    model = build_model("qwen3")
+    prompt = random_prompt(model, 9, seed=1)
+    plain = model.generate(prompt, max_new_tokens=60, do_sample=False)
+    unused = next(token for token in range(1, 256) if token not in plain[0])
+    profile = Profile()
+    ssr_hf.enable(model, profile=profile)
+    try:
+        forwards = []
+        for _ in range(2):
+            output = model.generate(
+                prompt,
+                max_new_tokens=60,
+                do_sample=False,
+                return_dict_in_generate=True,
+                self_speculation={"end_of_thinking": [unused], "draft_budget": 1000, **settings},
+            )
+            assert output.sequences.equal(plain)
+            forwards.append(output.speculation.forwards)
+    finally:
+        ssr_hf.disable(model)
+    assert (forwards[1] < forwards[0] / 2) is proposes
+    assert "history" not in profile.to_json()
 
 
 def test_an_anti_oracle_costs_few_rounds_and_no_token(monkeypatch: pytest.MonkeyPatch):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+import pickle
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 
 from ssr_hf import suffix_index
 from ssr_hf.errors import ConfigError
-from ssr_hf.suffix_index import Span, SuffixIndex
+from ssr_hf.suffix_index import History, Span, SuffixIndex
 
 Sources = dict[str, list[list[int]]]  # the sequences of each source, in order of preference
 
@@ -401,3 +404,56 @@ def test_cost_does_not_depend_on_length(lookups):
         min(seconds_per_token(n, lookups=lookups) for _ in range(3)) for n in (1_000, 50_000)
     )
     assert long < 10 * short
+
+
+def _proposed(history: History, context: list[int]) -> tuple[int, ...]:
+    span = SuffixIndex(history=history).propose(context, max_tokens=64, factor=8)
+    return span.token_ids if span is not None else ()
+
+
+def test_history_is_a_source_of_its_own_and_ranks_last() -> None:
+    """Texts of two calls that run into each other, or that hide what the context itself says."""
+    history = History()
+    history.add([1, 2, 3])
+    history.add([4, 5, 6])
+    assert _proposed(history, [1, 2]) == (3,)
+    assert _proposed(history, [3]) == ()
+    index = SuffixIndex(sources=("prompt",), history=history)
+    index.append("prompt", [1, 2, 9])
+    span = index.propose([1, 2], max_tokens=4, factor=1)
+    assert span is not None and (span.source, span.token_ids) == ("prompt", (9,))
+    longer = index.propose([4, 5], max_tokens=4, factor=1)
+    assert longer is not None and (longer.source, longer.token_ids) == ("history", (6,))
+
+
+def test_history_forgets_and_stays_small() -> None:
+    """Memory that grows with every call of a long-lived process."""
+    history = History(max_tokens=100)
+    for start in range(0, 3000, 30):
+        history.add(range(start, start + 30))
+        assert sum(len(automaton.link) for automaton in history.automata) <= 2 * 100 + 2 * 32
+    assert _proposed(history, [2970, 2971])[0] == 2972
+    assert _proposed(history, [30, 31]) == ()
+    history.add(range(5000, 9000))
+    assert sum(len(automaton.link) for automaton in history.automata) <= 2 * 100 + 2 * 32
+    assert _proposed(history, [8998]) == (8999,)
+
+
+def test_copies_of_a_history_are_empty() -> None:
+    """A lock that cannot be copied with a profile, or texts that travel with a pickle."""
+    history = History(max_tokens=64)
+    history.add([1, 2, 3])
+    for copied in (copy.deepcopy(history), pickle.loads(pickle.dumps(history))):
+        assert copied.max_tokens == 64
+        assert _proposed(copied, [1, 2]) == ()
+
+
+def test_history_is_searched_while_another_thread_writes() -> None:
+    """A state that is linked before it is complete."""
+    history = History(max_tokens=2000)
+    texts = [[1 + (i * j) % 7 for i in range(60)] for j in range(300)]
+    writer = threading.Thread(target=lambda: [history.add(text) for text in texts])
+    writer.start()
+    while writer.is_alive():
+        assert all(token > 0 for token in _proposed(history, [1, 2, 3, 4]))
+    writer.join()

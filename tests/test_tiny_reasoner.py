@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pytest
@@ -25,11 +26,11 @@ from ssr_hf.assets.problems import (
     generate_problem,
 )
 
-FIELDS = ("name", "quantity", "colour", "item", "city")
+FIELDS = ("note", "name", "quantity", "colour", "item", "city")
 MAX_BYTES = 10 * 1024**2
 CLOSE = "</think>"
 
-PINNED_DIGEST = "5c320c9421678bdf09f443579c925a0b6e58e3b3b58ae8496e7e416a23bf92e3"
+PINNED_DIGEST = "1733e3e54241548a27c2fe41b1bb4516e03a764b97061b0dcccf7d96c31a03d0"
 
 Row = dict[str, Any]
 
@@ -37,7 +38,7 @@ Row = dict[str, Any]
 def read_notes(prompt: str) -> list[Row]:
     """Read the notes back from the user's text, by word lists instead of by phrasing."""
     rows = []
-    for line in re.findall(r"^\d\. (.*)$", prompt, flags=re.MULTILINE):
+    for number, line in re.findall(r"^(\d)\. (.*)$", prompt, flags=re.MULTILINE):
         words = re.findall(r"[A-Za-z]+|\d+", line)
         found = {
             "name": [word for word in words if word in NAMES],
@@ -47,7 +48,7 @@ def read_notes(prompt: str) -> list[Row]:
             "city": [word for word in words if word in CITIES],
         }
         assert all(len(values) == 1 for values in found.values()), line
-        rows.append({key: values[0] for key, values in found.items()})
+        rows.append({"note": int(number), **{key: values[0] for key, values in found.items()}})
     return rows
 
 
@@ -70,8 +71,9 @@ def parse_answer(answer: str, output_format: str) -> list[Row]:
     if output_format == "JSON":
         return json.loads(answer)
     if output_format == "dataclass":
-        assert answer.startswith("rows = [\n") and answer.endswith("\n]")
-        return eval(answer.removeprefix("rows = "), {"Row": dict})
+        namespace: dict[str, Any] = {"dataclass": dataclass}
+        exec(answer, namespace)
+        return [asdict(row) for row in namespace["rows"]]
     rows: list[Row] = []
     for line in answer.splitlines():
         key, value = line[2:].split(": ")
@@ -112,7 +114,7 @@ def test_generator_output_is_pinned() -> None:
 def test_generator_covers_the_task(problems: list[TinyReasonerProblem]) -> None:
     assert {p.output_format for p in problems} == {"JSON", "dataclass", "YAML"}
     assert {p.direction for p in problems} == {"highest", "lowest"}
-    assert {p.condition.attribute for p in problems} == set(FIELDS[1:])
+    assert {p.condition.attribute for p in problems} == set(FIELDS[2:])
     assert {p.condition.relation for p in problems} == {"over", "under", "not"}
     assert {len(p.notes) for p in problems} == {5, 6, 7, 8}
 
@@ -142,8 +144,8 @@ def test_cot_examines_one_note_a_line(problems: list[TinyReasonerProblem]) -> No
         assert plan.startswith("Plan: ") and closing.startswith("Done: ")
         assert len(lines) == len(problem.notes)
         kept = solve(problem.prompt)
-        order = re.findall(r"(\w+)=(\d\d)", closing)
-        assert order == [(row["name"], str(row["quantity"])) for row in kept]
+        order = re.findall(r"(\d)=(\d\d)", closing)
+        assert order == [(str(row["note"]), str(row["quantity"])) for row in kept]
         for left, sign, right in re.findall(r"(\d\d) ([<=>]) (\d\d)\b", "\n".join(lines)):
             assert sign == "<=>"[(int(left) > int(right)) - (int(left) < int(right)) + 1]
 

@@ -6,12 +6,13 @@ module loads neither `torch` nor `transformers`.
 
 from __future__ import annotations
 
-from .loading import TINY_REASONER_DIR, load_tiny_reasoner
+from .loading import TINY_REASONER_DIR, fit_threads, load_tiny_reasoner
 from .problems import TinyReasonerProblem, tiny_reasoner_prompts
 
 __all__ = [
     "TINY_REASONER_DIR",
     "TinyReasonerProblem",
+    "fit_threads",
     "load_tiny_reasoner",
     "tiny_reasoner_prompts",
 ]

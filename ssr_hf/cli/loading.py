@@ -83,11 +83,12 @@ def open_session(options: ModelOptions, config: ssr_hf.SelfSpeculationConfig) ->
     """
     dtype = _dtype(options.dtype)
     device = _device(options.device)
-    threads = options.threads or (1 if options.model is None else None)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     model, tokenizer = _load(options.model, dtype)
     model = model.to(device).eval()
+    if options.model is None and options.threads is None and model.device.type == "cpu":
+        ssr_hf.fit_threads(model)
     try:
         markers = ssr_hf.ThinkingMarkers.from_tokenizer(
             tokenizer, config.end_of_thinking, config.start_of_thinking

@@ -37,7 +37,7 @@ class PlacementOptions:
         int | None,
         _option(
             _MODEL, "--threads", min=1, metavar="N",
-            help="CPU threads; by default 1 for the tiny reasoner, else torch's choice.",
+            help="CPU threads; by default as measured for the tiny reasoner, else torch's choice.",
         ),
     ] = None  # fmt: skip
 

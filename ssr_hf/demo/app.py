@@ -61,8 +61,8 @@ def build_app(model: Any = None, tokenizer: Any = None) -> Any:
     import gradio
 
     if model is None:
-        torch.set_num_threads(1)  # at this size more threads only wait for each other
         model, tokenizer = ssr_hf.load_tiny_reasoner()
+        ssr_hf.fit_threads(model)
     ssr_hf.enable(model)
     examples = [problem.prompt for problem in ssr_hf.tiny_reasoner_prompts(4, seed=0)]
 

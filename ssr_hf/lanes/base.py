@@ -24,11 +24,12 @@ class Guesser(Protocol):
     """Guesses how a text goes on."""
 
     def __call__(
-        self, token_ids: Sequence[int], room: int, n_pending: int, rows: int = 1
+        self, token_ids: Sequence[int], room: int, n_pending: int, rows: int = 1, width: int = 0
     ) -> Candidates:
         """At most `room` candidates behind `token_ids`.
 
-        The forward feeds `n_pending` tokens with them, and as many in each of its `rows`.
+        The forward feeds `n_pending` tokens with them, and as many in each of its `rows`, at least
+        `width` tokens.
         """
 
 
@@ -130,7 +131,7 @@ class DraftWriter:
         """What guesses this draft's next tokens; it guesses nothing where nothing was set."""
         make = self._rules.make_guesser
         if make is None:
-            return lambda token_ids, room, n_pending, rows=1: NO_CANDIDATES
+            return lambda token_ids, room, n_pending, rows=1, width=0: NO_CANDIDATES
         return make(self.sequence.token_ids[: self._start], previous)
 
     def _best(self, logits: torch.Tensor) -> list[int] | None:

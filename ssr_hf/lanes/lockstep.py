@@ -72,7 +72,10 @@ class LockstepLane(Lane):
         known = writer.sequence.token_ids[self._n_fed :]
         guessed = NO_CANDIDATES
         if self._guess is not None:
-            guessed = self._guess(writer.sequence.token_ids, writer.room - 1, len(known), rows=2)
+            # What the parent feeds anyway costs the child nothing.
+            width = self.target.n_pending + len(candidates.token_ids)
+            text, room = writer.sequence.token_ids, writer.room - 1
+            guessed = self._guess(text, room, len(known), rows=2, width=width)
         elif len(known) > self.target.n_pending:
             # Until the marker is read to its end, the child's next token is already known.
             known = known[: self.target.n_pending]
