@@ -60,8 +60,8 @@ CHAT_TEMPLATE = (
 PRE_TOKEN = r"\n|[A-Za-z]+|[0-9]{1,2}|[^A-Za-z0-9\n]+"
 VOCAB_SIZE = 1000
 MIN_NOTES, MAX_NOTES = 5, 8
-PRESETS = {"base": (4, 256), "small": (2, 192)}
-HEAD_SIZE = 32
+# Layers, width and size of a head.
+PRESETS = {"base": (4, 256, 64), "small": (2, 192, 32)}
 MAX_POSITIONS = 2048
 # Tokens of a suffix, and of a proposal, when the evaluation replays an answer against a draft.
 SUFFIX_LENGTH, MAX_PROPOSAL = 4, 16
@@ -125,9 +125,11 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, layers: int, width: int) -> Qwen3ForCausalLM:
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, layers: int, width: int, head_size: int
+) -> Qwen3ForCausalLM:
     """Build an untrained model of the given size for the tokenizer's vocabulary."""
-    heads = width // HEAD_SIZE
+    heads = width // head_size
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=width,
@@ -135,7 +137,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, layers: int, width: int) -> 
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=max(1, heads // 2),
-        head_dim=HEAD_SIZE,
+        head_dim=head_size,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
@@ -243,6 +245,7 @@ class Recipe:
 
     layers: int
     width: int
+    head_size: int
     steps: int
     minutes: float | None
     seed: int
@@ -696,6 +699,7 @@ def stage_commands(output: Path, stages: Sequence[Stage]) -> list[str]:
             "init-from": f"{output.name}_{number - 1}" if number > 1 else None,
             "layers": stage.recipe.layers,
             "width": stage.recipe.width,
+            "head-size": stage.recipe.head_size,
             "steps": stage.steps,
             "seed": stage.recipe.seed,
             "peak-lr": stage.recipe.peak_lr,
@@ -718,7 +722,10 @@ def train(
     preset: Annotated[str, typer.Option(help=f"Model size: {' or '.join(PRESETS)}.")] = "base",
     layers: Annotated[int | None, typer.Option(help="Layers, instead of the preset's.")] = None,
     width: Annotated[
-        int | None, typer.Option(help=f"Width, a multiple of {HEAD_SIZE}, not the preset's.")
+        int | None, typer.Option(help="Width, a multiple of the head size, not the preset's.")
+    ] = None,
+    head_size: Annotated[
+        int | None, typer.Option(help="Size of a head, instead of the preset's.")
     ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Directory of a trained tokenizer to reuse.")
@@ -726,20 +733,20 @@ def train(
     init_from: Annotated[
         Path | None, typer.Option(help="Checkpoint to start from, with a schedule of its own.")
     ] = None,
-    steps: Annotated[int, typer.Option(help="Steps of the schedule.")] = 4000,
+    steps: Annotated[int, typer.Option(help="Steps of the schedule.")] = 5000,
     minutes: Annotated[
         float | None, typer.Option(help="Minutes after which the schedule ends at the latest.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the data and of the weights.")] = 0,
-    peak_lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-3,
-    warmup_steps: Annotated[int, typer.Option(help="Steps until the highest rate.")] = 100,
+    peak_lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 1.5e-3,
+    warmup_steps: Annotated[int, typer.Option(help="Steps until the highest rate.")] = 150,
     batch_tokens: Annotated[int, typer.Option(help="Tokens in a batch, with padding.")] = 5000,
     cut_fraction: Annotated[
         float, typer.Option(help="Share of examples with the reasoning cut short.")
     ] = 0.4,
     short_fraction: Annotated[
         float, typer.Option(help="Share of the schedule spent on problems of 2 to 4 notes.")
-    ] = 0.1,
+    ] = 0.15,
     checkpoint_dir: Annotated[
         Path | None, typer.Option(help="Directory of the latest checkpoint, in fp32.")
     ] = None,
@@ -750,10 +757,11 @@ def train(
     """Train a model, evaluate what was saved and write the model card."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
-    default_layers, default_width = PRESETS[preset]
+    default_layers, default_width, default_head_size = PRESETS[preset]
     recipe = Recipe(
         layers=layers or default_layers,
         width=width or default_width,
+        head_size=head_size or default_head_size,
         steps=steps,
         minutes=minutes,
         seed=seed,
@@ -768,7 +776,7 @@ def train(
     if init_from:
         model = Qwen3ForCausalLM.from_pretrained(init_from, dtype=torch.float32)
     else:
-        model = build_model(trained, recipe.layers, recipe.width)
+        model = build_model(trained, recipe.layers, recipe.width, recipe.head_size)
     print(f"{model.num_parameters():,} parameters, {len(trained)} tokens", flush=True)
     stages = read_stages(init_from) if init_from else []
     stages.append(train_model(model, trained, recipe, checkpoint_dir))
