@@ -42,6 +42,7 @@ def decode(
     call: HostCall,
     config: SelfSpeculationConfig,
     profile: Profile,
+    history: History | None,
     steps: StepRequest | None,
 ) -> SelfSpeculativeOutput | torch.Tensor:
     """Assembles the parts of the loop, runs it, and packs what `generate` returns.
@@ -50,20 +51,24 @@ def decode(
         call (`HostCall`): What `generate` prepared.
         config (`SelfSpeculationConfig`): The settings.
         profile (`Profile`): What earlier calls learnt; it is updated.
+        history (`History`, *optional*): What earlier calls wrote; this one is added.
         steps (`StepRequest`, *optional*): Lets a small model write reasoning steps.
 
     Returns:
         `SelfSpeculativeOutput` or `torch.Tensor`: As plain `generate`.
     """
-    loop = assemble(call, config, profile, steps)
+    # Without adapting, nothing depends on earlier calls.
+    if not config.adaptive or not config.proposes_spans or HISTORY not in config.suffix.sources:
+        history = None
+    loop = assemble(call, config, profile, history, steps)
     loop.run(call.generation_config)
     stats = loop.recorder.stats(loop.tracker)
     if loop.steps is None:
         # Calls in which a small model wrote cost something else per token.
         loop.pacer.finish(stats)
     sequence = loop.target.sequence
-    if config.adaptive and config.proposes_spans and HISTORY in config.suffix.sources:
-        profile.history.add(sequence.token_ids[sequence.prompt_length :])
+    if history is not None:
+        history.add(sequence.token_ids[sequence.prompt_length :])
     sequences = sequence.ids.clone()
     if not call.returns_dict:
         return sequences
@@ -109,6 +114,7 @@ def assemble(
     call: HostCall,
     config: SelfSpeculationConfig,
     profile: Profile,
+    history: History | None,
     steps: StepRequest | None,
 ) -> SelfSpeculativeDecoding:
     """Puts the parts together; nothing is run but the one-time probe of the model."""
@@ -134,7 +140,6 @@ def assemble(
         call.streamer,
     )
     lane = lane_type(target)
-    history = profile.history if config.adaptive else None
     rules = _draft_rules(call, config, markers, pacer, history)
     return SelfSpeculativeDecoding(
         target=target,

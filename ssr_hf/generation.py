@@ -13,7 +13,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,7 @@ from .outputs import SelfSpeculativeOutput
 from .profile import Profile
 from .refusals import refuse_arguments, refuse_call
 from .specreason import StepRequest, StepSpeculationConfig, refuse_steps
+from .suffix_index import History
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -46,6 +47,7 @@ class _Enabled:
 
     previous: Callable[..., Any] | None
     profile: Profile
+    history: History = field(default_factory=History)
 
 
 _enabled: weakref.WeakKeyDictionary[torch.nn.Module, _Enabled] = weakref.WeakKeyDictionary()
@@ -78,7 +80,7 @@ def enable(model: PreTrainedModel, profile: Profile | None = None) -> PreTrained
         _enabled[inner] = _Enabled(inner.__dict__.get("generate"), profile or Profile())
         inner.generate = types.MethodType(generate, inner)
     elif profile is not None:
-        _enabled[inner] = _Enabled(known.previous, profile)
+        _enabled[inner] = replace(known, profile=profile)
     return model
 
 
@@ -147,6 +149,7 @@ def generate(
         tokenizer=tokenizer,
         streamer=ending,
         profile=state.profile,
+        history=state.history,
         synced_gpus=kwargs.get("synced_gpus"),
         step_speculation=step_config,
         **assistant,
@@ -239,6 +242,7 @@ def self_speculative_decoding(
     streamer: BaseStreamer | None = None,
     synced_gpus: bool | None = None,
     profile: Profile | None = None,
+    history: History | None = None,
     step_speculation: object = None,
     assistant_model: PreTrainedModel | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
@@ -263,6 +267,8 @@ def self_speculative_decoding(
             it has a method `on_round`, that gets each `Round` after the tokens of the round.
         synced_gpus (`bool`, *optional*): Refused when true.
         profile (`Profile`, *optional*): What was learnt so far; a new one is made when None.
+        history (`History`, *optional*): What the model wrote in earlier calls, as a source of
+            spans; this call is added.
         step_speculation (`bool`, `dict` or `StepSpeculationConfig`, *optional*): Lets a small model
             write reasoning steps (lossy); without `self_speculation`, nothing else is speculated.
         assistant_model (`PreTrainedModel`, *optional*): The small model.
@@ -321,7 +327,7 @@ def self_speculative_decoding(
         )
         return decode_rows(call, config)
     try:
-        return decode(call, config, profile or Profile(), steps)
+        return decode(call, config, profile or Profile(), history, steps)
     finally:
         if streamer is not None:
             streamer.end()

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 
 from .errors import ConfigError, message
 from .stats import Round
-from .suffix_index import History
 
 # Weight of the newest measurement in a moving average: of single-token rounds, and of calls.
 STEP_WEIGHT = 0.08
@@ -182,7 +181,6 @@ class Profile:
         answer_tokens (`float`): Tokens of an answer.
         draft_cost (`float`): Cost of the drafts of one call, in single-token rounds.
         calls (`int`): Calls seen.
-        history (`History`): What the model wrote in the last calls. It is not saved.
 
     Example:
 
@@ -206,13 +204,10 @@ class Profile:
     answer_tokens: float = 0.0
     draft_cost: float = 0.0
     calls: int = 0
-    history: History = field(default_factory=History, compare=False, repr=False)
 
     def to_json(self) -> str:
-        """The profile as a JSON object, without the texts in its history."""
-        values = asdict(self)
-        del values["history"]
-        return json.dumps(values, indent=2)
+        """The profile as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Profile:

@@ -97,16 +97,12 @@ def test_generator_is_deterministic() -> None:
     first = tiny_reasoner_prompts(20, seed=5)
     assert first == tiny_reasoner_prompts(20, seed=5)
     assert first[:7] == tiny_reasoner_prompts(7, seed=5)
-    assert not {p.prompt for p in first} & {
-        p.prompt for p in tiny_reasoner_prompts(20, seed=6)
-    }
+    assert not {p.prompt for p in first} & {p.prompt for p in tiny_reasoner_prompts(20, seed=6)}
 
 
 def test_generator_output_is_pinned() -> None:
     # The published figures hold for these problems; a change to the generator must show.
-    texts = [
-        f"{p.prompt}\n{p.completion}" for p in tiny_reasoner_prompts(50, seed=2024)
-    ]
+    texts = [f"{p.prompt}\n{p.completion}" for p in tiny_reasoner_prompts(50, seed=2024)]
     digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
     assert digest == PINNED_DIGEST
 
