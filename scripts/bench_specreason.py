@@ -14,6 +14,7 @@ the machine meets all of them. Prints a table, and then one JSON document on a l
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import platform
@@ -203,20 +204,21 @@ def show(rows: Sequence[dict[str, Any]], title: str) -> None:
 
 def save_plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Accuracy against latency: one point per threshold, and both models alone."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 4))
     swept = [row for row in rows if row["setting"].startswith("threshold")]
     axes.plot([row["seconds"] for row in swept], [row["accuracy"] for row in swept], "o-")
+    label = functools.partial(axes.annotate, textcoords="offset points", fontsize=8)
+    for accuracy in dict.fromkeys(row["accuracy"] for row in swept):
+        alike = [row for row in swept if row["accuracy"] == accuracy]
+        names = "\n".join(row["setting"].removeprefix("threshold ") for row in alike)
+        label(names, (alike[0]["seconds"], accuracy), xytext=(-6, 0), ha="right", va="top")
     for row in rows:
-        point = (row["seconds"], row["accuracy"])
         if row not in swept:
-            axes.plot(*point, "s")
-        name = row["setting"].removeprefix("threshold ")
-        axes.annotate(name, point, xytext=(4, 4), textcoords="offset points", fontsize=8)
+            axes.plot(row["seconds"], row["accuracy"], "s")
+            label(row["setting"], (row["seconds"], row["accuracy"]), xytext=(0, 7), ha="center")
+    axes.margins(0.12)
     axes.set_xlabel("seconds per prompt")
     axes.set_ylabel("correct answers")
     axes.set_title("Step speculation: accuracy against latency by threshold")
@@ -266,6 +268,10 @@ def sweep(
     plot: Annotated[Path | None, typer.Option(help="Where to save the plot.")] = None,
 ) -> None:
     """A pair with one tokenizer: every threshold, then both methods together."""
+    if plot is not None:  # not found out after a quarter of an hour
+        import matplotlib as mpl
+
+        mpl.use("Agg")
     torch.set_num_threads(threads)
     model, tokenizer = load(base)
     assistant, _ = load(small)
