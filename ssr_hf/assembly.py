@@ -60,6 +60,8 @@ def decode(
     # Without adapting, nothing depends on earlier calls.
     if not config.adaptive or not config.proposes_spans or HISTORY not in config.suffix.sources:
         history = None
+    if history is not None:
+        history.bind(call.model.config.get_text_config(decoder=True).vocab_size)
     loop = assemble(call, config, profile, history, steps)
     loop.run(call.generation_config)
     stats = loop.recorder.stats(loop.tracker)
@@ -129,6 +131,8 @@ def assemble(
         recorder.note(f"decoding without candidates: {support.reason}")
         _warn_once(support.reason)
         config = replace(config, reuse="none")
+    if history is None and config.suffix.sources == (HISTORY,) and config.proposes_spans:
+        recorder.note("no spans: a history needs an enabled model and adaptive=True")
     sequence = TokenSequence(call.input_ids)
     tracker = PhaseTracker(markers, sequence.token_ids)
     target = Target(call.model, sequence, call.model_kwargs, call.keeps_hidden_states)

@@ -77,7 +77,8 @@ def enable(model: PreTrainedModel, profile: Profile | None = None) -> PreTrained
     inner = _generating(model)
     known = _enabled.get(inner)
     if known is None:
-        _enabled[inner] = _Enabled(inner.__dict__.get("generate"), profile or Profile())
+        previous = None if _is_copy_of_enabled(inner) else inner.__dict__.get("generate")
+        _enabled[inner] = _Enabled(previous, profile or Profile())
         inner.generate = types.MethodType(generate, inner)
     elif profile is not None:
         _enabled[inner] = replace(known, profile=profile)
@@ -102,13 +103,19 @@ def disable(model: PreTrainedModel) -> None:
     ```
     """
     inner = _generating(model)
-    if inner not in _enabled:
+    if inner not in _enabled and not _is_copy_of_enabled(inner):
         return
-    previous = _enabled.pop(inner).previous
+    previous = _enabled.pop(inner).previous if inner in _enabled else None
     if previous is None:
         del inner.__dict__["generate"]
     else:
         inner.generate = previous
+
+
+def _is_copy_of_enabled(inner: Any) -> bool:
+    """Whether the method of `enable` came with a copy of another model's attributes."""
+    own = inner.__dict__.get("generate")
+    return inner not in _enabled and getattr(own, "__func__", None) is generate
 
 
 def _generating(model: Any) -> Any:
@@ -126,7 +133,7 @@ def generate(
 ) -> Any:
     # Bound to an instance by `enable`; it keeps the name `generate` so that a pickled model refers
     # to the method of its class.
-    state = _enabled.get(self) or _Enabled(None, Profile())
+    state = _enabled.setdefault(self, _Enabled(None, Profile()))
     original = state.previous or functools.partial(type(self).generate, self)
     config = SelfSpeculationConfig.coerce(self_speculation)
     step_config = StepSpeculationConfig.coerce(step_speculation)

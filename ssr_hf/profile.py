@@ -6,8 +6,11 @@ Cost is counted in single-token rounds: it then says the same on a busy machine 
 from __future__ import annotations
 
 import json
+import math
 import operator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from .errors import ConfigError, message
 from .stats import Round
@@ -230,13 +233,29 @@ class Profile:
             for name, kind in (("chains", Chain), ("calibrations", Calibration)):
                 values[name] = {key: kind(**counts) for key, counts in values[name].items()}
             profile = cls(**values)
-            profile.cost.at(2)
+            profile._check()
             return profile
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             accepted = "A JSON object written by Profile.to_json() is accepted"
             raise ConfigError(
                 message(f"The text is no profile ({error})", accepted, "Start with Profile()")
             ) from error
+
+    def _check(self) -> None:
+        """Raises `ValueError` where a value is none that could have been learnt."""
+        for name, value in _leaves(asdict(self)):
+            # Riding may cost less than nothing, where a round commits more than it would alone.
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not math.isfinite(value) or (value < 0 and name != "riding.cost"):
+                raise ValueError(f"{name} is {value!r}")
+        if len(self.cost.sums) != len(PRIOR_SUMS) or self.answer_cost.keys() - {"plain", "drafts"}:
+            raise ValueError("its parts are others")
+        for name, counts in self.calibrations.items():
+            if len(counts.hits) != N_BINS or len(counts.trials) != N_BINS or 0 in counts.trials:
+                raise ValueError(f"{name} has other bins")
+        for name, chain in self.chains.items():
+            if 0 in (chain.first_trials, chain.next_trials):
+                raise ValueError(f"{name} was never tried")
 
     def round_cost(self, entry: Round) -> float:
         """Cost of a round as it is learnt by now, in single-token rounds.
@@ -255,6 +274,18 @@ class Profile:
             self.steps += 1
         elif self.step_seconds:
             self.cost.observe(n_tokens, seconds / self.step_seconds)
+
+
+def _leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value in dicts and lists, with the dotted name of where it is."""
+    if isinstance(value, dict):
+        for key, held in value.items():
+            yield from _leaves(held, f"{name}.{key}".lstrip("."))
+    elif isinstance(value, list):
+        for held in value:
+            yield from _leaves(held, name)
+    else:
+        yield name, value
 
 
 def average(old: float, new: float) -> float:

@@ -211,9 +211,8 @@ class History:
     def __init__(self, max_tokens: int = 8192) -> None:
         self.max_tokens = max_tokens
         self.lock = threading.Lock()
-        self._older = self._empty()
-        self._newer = self._empty()
-        self._n_newer = 0
+        self._vocabulary_size = 0
+        self._forget()
 
     def __reduce__(self) -> tuple[type[History], tuple[int]]:
         return History, (self.max_tokens,)
@@ -221,6 +220,18 @@ class History:
     @staticmethod
     def _empty() -> _Automaton:
         return _Automaton(2 * _PATH_CONTEXT)
+
+    def _forget(self) -> None:
+        self._older = self._empty()
+        self._newer = self._empty()
+        self._n_newer = 0
+
+    def bind(self, vocabulary_size: int) -> None:
+        """Says which ids exist; texts in another vocabulary are forgotten."""
+        with self.lock:
+            if vocabulary_size != self._vocabulary_size:
+                self._vocabulary_size = vocabulary_size
+                self._forget()
 
     @property
     def automata(self) -> tuple[_Automaton, _Automaton]:
@@ -233,7 +244,7 @@ class History:
             if self._n_newer >= self.max_tokens // 2:
                 self._older, self._newer, self._n_newer = self._newer, self._empty(), 0
             self._newer.tail = _ROOT
-            for token in token_ids[-self.max_tokens // 2 :]:
+            for token in token_ids[-(self.max_tokens // 2) :]:
                 self._newer.append(token)
             self._n_newer += len(token_ids)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import build_model
+from families import build_model, random_prompt
 from helpers import (
     LANES,
     Declared,
@@ -196,3 +196,42 @@ def test_criteria_list_of_the_user_is_not_extended() -> None:
             stopping_criteria=criteria,
         )
     assert criteria == []
+
+
+SETTINGS = {"end_of_thinking": [5]}
+
+
+def test_a_copy_of_an_enabled_model_is_enabled_and_can_be_disabled() -> None:
+    """A method that came with a copy calls itself, or stays for ever."""
+    model = build_model("llama")
+    prompt = random_prompt(model, 9, seed=0)
+    ssr_hf.enable(model)
+    try:
+        copied = copy.deepcopy(model)
+    finally:
+        ssr_hf.disable(model)
+    plain = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    arguments = {"max_new_tokens": 12, "do_sample": False, "self_speculation": SETTINGS}
+    assert copied.generate(prompt, **arguments).equal(plain)
+    ssr_hf.enable(copied)
+    assert copied.generate(prompt, max_new_tokens=12, do_sample=False).equal(plain)
+    assert copied.generate(prompt, **arguments).equal(plain)
+    ssr_hf.disable(copied)
+    assert "generate" not in vars(copied)
+    again = copy.deepcopy(ssr_hf.enable(copied))
+    ssr_hf.disable(again)
+    assert "generate" not in vars(again)
+
+
+def test_a_history_does_not_outlive_its_vocabulary() -> None:
+    """Ids that the embeddings do not have any more."""
+    model = copy.deepcopy(build_model("llama"))
+    prompts = [random_prompt(model, 9, seed) for seed in range(4)]
+    ssr_hf.enable(model)
+    arguments = {"max_new_tokens": 60, "do_sample": False, "self_speculation": SETTINGS}
+    for prompt in prompts:
+        model.generate(prompt, **arguments)
+    model.resize_token_embeddings(100)
+    for prompt in prompts:
+        plain = model.generate(prompt % 100, max_new_tokens=60, do_sample=False)
+        assert model.generate(prompt % 100, **arguments).equal(plain)

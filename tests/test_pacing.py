@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 from typing import Any
 
 import pytest
@@ -279,9 +281,19 @@ def test_profile_survives_json_and_says_what_is_wrong():
     pacer.observe(make_round(9, 8, 3, source="suffix"), span(8))
     pacer.observe(make_round(9, 8, 3, source="draft"), Candidates((1,) * 8, "draft"))
     assert Profile.from_json(profile.to_json()) == profile
-    for text in ('{"cost": 3}', '{"cost": {"sums": [1.0]}}'):
+    saved = json.loads(profile.to_json())
+    for key, value in {
+        "cost": {"sums": [1.0]},
+        "calls": "3",
+        "answer_cost": {"other": 1.0},
+        "thinking_tokens": math.inf,
+        "step_seconds": -1.0,
+        "thinking": {"cost": None, "units": 0},
+        "calibrations": {"suffix while thinking": {"hits": [1.0], "trials": [1.0]}},
+        "chains": {"draft while answering": {"first_trials": 0}},
+    }.items():
         with pytest.raises(ssr_hf.ConfigError, match=r"no profile.*Profile\.to_json"):
-            Profile.from_json(text)
+            Profile.from_json(json.dumps({**saved, key: value}))
 
 
 @pytest.mark.parametrize(

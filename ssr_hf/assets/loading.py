@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from statistics import median
@@ -24,7 +25,6 @@ __all__ = [
 TINY_REASONER_DIR = Path(__file__).resolve().parent / "tiny_reasoner"
 """Directory of the model and tokenizer files, usable wherever a model name or path is expected."""
 
-_CONTEXT_TOKENS = 200
 # Tokens of the forwards that are timed: plain decoding, and a round with candidates.
 _ROUND_TOKENS = (1, 8)
 _ROUNDS = 12
@@ -97,22 +97,22 @@ def fit_threads(model: Qwen3ForCausalLM) -> int:
     """
     import torch
 
-    seconds: dict[int, dict[int, list[float]]] = {1: {}, 2: {}}
-    context = torch.zeros(1, _CONTEXT_TOKENS, dtype=torch.long)
-    with torch.inference_mode():
-        cache = model(context, use_cache=True).cache
-        for _ in range(_ROUNDS):
-            for threads, by_size in seconds.items():
-                torch.set_num_threads(threads)
-                for n_tokens in _ROUND_TOKENS:
+    seconds: dict[tuple[int, int], list[float]] = {}
+    ids = torch.zeros(1, max(_ROUND_TOKENS), dtype=torch.long)
+    before = torch.get_num_threads()
+    try:
+        with torch.inference_mode():
+            for _ in range(_ROUNDS):
+                for threads, n_tokens in itertools.product((1, 2), _ROUND_TOKENS):
+                    torch.set_num_threads(threads)
                     start = time.perf_counter()
-                    model(context[:, :n_tokens], cache=cache)
-                    by_size.setdefault(n_tokens, []).append(time.perf_counter() - start)
-                    cache.crop(-n_tokens)
-    cost = {
-        threads: sum(median(times) for times in by_size.values())
-        for threads, by_size in seconds.items()
-    }
+                    model(ids[:, :n_tokens])
+                    taken = time.perf_counter() - start
+                    seconds.setdefault((threads, n_tokens), []).append(taken)
+    except BaseException:
+        torch.set_num_threads(before)
+        raise
+    cost = {n: sum(median(seconds[n, size]) for size in _ROUND_TOKENS) for n in (1, 2)}
     fastest = min(cost, key=cost.__getitem__)
     torch.set_num_threads(fastest)
     return fastest

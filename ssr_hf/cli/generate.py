@@ -130,8 +130,13 @@ def _generate_text(open_worker: OpenWorker, prompt: str, output_file: Path | Non
     else:
         run = _run_with_meter(worker, prompt)
         target = sys.stdout if file is None else file
-        target.write(worker.text(run.token_ids) + "\n")
-        target.flush()
+        try:
+            target.write(worker.text(run.token_ids) + "\n")
+            target.flush()
+        except OSError as error:
+            if file is None:  # a closed pipe is no mistake of the user
+                raise
+            raise InputError(f"--output {output_file} cannot be written: {error}") from error
     console = err_console()
     console.print(
         f"{len(run.token_ids)} tokens, {run.forwards} forwards, {run.seconds:.2f} s", style="dim"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -101,11 +102,20 @@ class GenerationOptions:
     seed: Annotated[
         int,
         _option(
-            _GENERATION, "--seed", min=0, metavar="N", help="Of sampling and the built-in prompts."
+            _GENERATION,
+            "--seed",
+            min=0,
+            max=2**63 - 1,
+            metavar="N",
+            help="Of sampling and the built-in prompts.",
         ),
-    ] = 0
+    ] = 0  # fmt: skip
 
     def __post_init__(self) -> None:
+        if self.temperature is not None and not math.isfinite(self.temperature):
+            raise InputError(
+                f"--temperature is {self.temperature}. A finite number is accepted; try 0.6."
+            )
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
             raise InputError(
                 "--temperature 0 is greedy and contradicts --top-p and --top-k. Raise the "
