@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from cli_models import CONTEXT, Oracle, save_gguf, save_thinking_model, save_unm
 from typer.testing import CliRunner, Result
 
 import ssr_hf
-from ssr_hf import cli
+from ssr_hf import SpeculationStats, cli
+from ssr_hf.cli.check import _tried
 
 N_TOKENS, BUDGET = 48, 24
 SHORT = ["-n", N_TOKENS, "--thinking-budget", BUDGET, "--draft-budget", 6, "--no-adaptive"]
@@ -182,11 +184,20 @@ def test_check(model_dir: Path) -> None:
     assert result.exit_code == 0 and report["supported"] is True
     findings = {finding["name"]: finding for finding in report["findings"]}
     lanes = ["lane lockstep", "lane sequential", "lane stream"]
-    assert list(findings) == ["markers", "cache", "probe", *lanes, "sampling, seeded"]
+    others = ["markers", "cache", "probe", "speculation", "sampling, seeded"]
+    assert sorted(findings) == sorted([*others, *lanes])
     assert all(finding["passed"] for finding in findings.values())
     assert findings["cache"]["text"] == "2 DynamicLayer"
     assert "'</think>'" in findings["markers"]["text"]
     assert all("48 tokens the same" in findings[lane]["text"] for lane in lanes)
+
+
+def test_check_of_nothing_is_no_check() -> None:
+    """A green verdict on a text that ended before anything was drafted or proposed."""
+    nothing = SimpleNamespace(stats=SpeculationStats(), token_ids=[1, 2])
+    finding = _tried(nothing)
+    assert finding.passed is False
+    assert "ended after 2 tokens" in finding.text
 
 
 def test_check_takes_gguf(tmp_path: Path) -> None:

@@ -18,14 +18,13 @@ from .comparing import Comparison
 from .console import EXIT_NEGATIVE, Meter, out_console, write_json
 from .loading import Session, open_session
 from .options import GenerationOptions, ModelOptions, PlacementOptions
-from .prompts import Request, make_request
+from .prompts import Request, built_in_prompts, make_request
 from .report import different_line
 from .running import Run, run_plain, run_speculative
 from .spreading import spread
 
 _OTHER_LANES = ("sequential", "stream")
 _MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "dim")}
-_PROMPT = "List three fruits and three cities, and count the letters of each name."
 _GREEDY = GenerationOptions()
 _SAMPLED = GenerationOptions(temperature=1.0)
 
@@ -107,7 +106,8 @@ def _findings(
     """Checks one thing after the other; stops where nothing further can be tried."""
     yield Finding("markers", True, _markers(session))
     prober = _Prober(session, config)
-    request = make_request(session, _PROMPT, raw=False, max_new_tokens=n_tokens)
+    (prompt,) = built_in_prompts(1, seed=0)
+    request = make_request(session, prompt, raw=False, max_new_tokens=n_tokens)
     try:
         plain = prober.plain(request, _GREEDY)
         speculative = prober.speculative(request, _GREEDY, "lockstep")
@@ -122,12 +122,24 @@ def _findings(
     problems = "; ".join(speculative.stats.notes)
     yield Finding("probe", not problems, problems or "several tokens at once equal single steps")
     yield _judge("lane lockstep", plain, speculative, session)
+    if not problems:
+        yield _tried(speculative)
     for lane in _OTHER_LANES:
         speculative = prober.speculative(request, _GREEDY, lane)
         yield _judge(f"lane {lane}", plain, speculative, session)
     plain = prober.plain(request, _SAMPLED)
     speculative = prober.speculative(request, _SAMPLED, "auto")
     yield _judge("sampling, seeded", plain, speculative, session)
+
+
+def _tried(run: Run) -> Finding:
+    """Whether the comparison says anything: it does not where nothing was speculated."""
+    n_drafted, n_proposed = run.stats.draft_tokens, run.stats.suffix_proposed
+    if n_drafted or n_proposed:
+        return Finding("speculation", True, f"{n_drafted} tokens drafted, {n_proposed} proposed")
+    n_tokens = len(run.token_ids)
+    text = f"the text ended after {n_tokens} tokens, before anything was drafted or proposed"
+    return Finding("speculation", False, text)
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def _print_result(
 ) -> None:
     n = len(comparisons)
     heading(console, "result" if n == 1 else f"result, median of {n} prompts")
-    console.print(comparison_table(medians(comparisons)))
+    console.print(comparison_table(medians(comparisons), n))
     console.print(verdict_line(comparisons, session.model.dtype))
     console.print(drafts_line(comparisons[0].stats, "shown above: " if n > 1 else ""))
     for note in dict.fromkeys(note for c in comparisons for note in c.stats.notes):

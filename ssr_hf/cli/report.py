@@ -40,11 +40,15 @@ def heading(console: Console, text: str, beside: Text | None = None) -> None:
     console.print(line if beside is None else line.append("   ").append(beside), soft_wrap=True)
 
 
-def comparison_table(figures: Figures) -> Table:
-    """Tokens, forwards and seconds of both ways, and the speed-up."""
+def comparison_table(figures: Figures, n_prompts: int = 1) -> Table:
+    """Tokens, forwards and seconds of both ways, and the speed-up.
+
+    The median of the ratios of several prompts is not the ratio of the medians above it.
+    """
     table = Table(box=box.SIMPLE_HEAD, show_footer=True, pad_edge=True)
     speed_up = figures["speed_up"]
-    table.add_column("", footer="speed-up", footer_style="bold")
+    label = "speed-up" if n_prompts == 1 else "speed-up per prompt"
+    table.add_column("", footer=label, footer_style="bold")
     for name, (label, _) in _COLUMNS.items():
         ratio = speed_up.get(name)
         footer = "" if name == "tokens" else _show("{:.2f}x", ratio)
