@@ -225,10 +225,11 @@ class MeasuredPacer:
         """Drafts if answers become cheaper by more than drafts cost, and until that is known."""
         profile = self.profile
         known = profile.answer_cost
-        if "drafts" not in known:
-            return True
-        saved = (self._undrafted_cost() - known["drafts"]) * profile.answer_tokens
         retry = profile.calls % RETRY_CALLS == RETRY_CALLS - 1
+        if "drafts" not in known:
+            # A draft was in vain where thinking never ended.
+            return profile.draft_cost == 0.0 or retry
+        saved = (self._undrafted_cost() - known["drafts"]) * profile.answer_tokens
         return (saved > profile.draft_cost) != retry
 
     def finish(self, stats: SpeculationStats) -> None:
@@ -236,15 +237,17 @@ class MeasuredPacer:
         profile.calls += 1
         answer = [entry for entry in stats.rounds if entry.phase == "answering"]
         n_tokens = sum(entry.n_committed for entry in answer)
-        if not n_tokens or not profile.step_seconds:
+        if not profile.step_seconds:
+            return
+        if stats.drafts:
+            profile.draft_cost = average(profile.draft_cost, self._draft_cost(stats))
+        if not n_tokens:
             return
         arm = "drafts" if stats.drafts else "plain"
         cost = sum(profile.round_cost(entry) for entry in answer) / n_tokens
         profile.answer_cost[arm] = average(profile.answer_cost.get(arm, 0.0), cost)
         profile.thinking_tokens = average(profile.thinking_tokens, stats.thinking_tokens)
         profile.answer_tokens = average(profile.answer_tokens, n_tokens)
-        if stats.drafts:
-            profile.draft_cost = average(profile.draft_cost, self._draft_cost(stats))
 
     def _draft_cost(self, stats: SpeculationStats) -> float:
         """What the drafts of a call cost, in single-token rounds."""

@@ -173,6 +173,21 @@ def test_drafts_that_cost_less_than_nothing_cost_nothing():
     assert profile.draft_cost == 0.0
 
 
+def test_drafts_in_vain_are_rarely_taken_again():
+    """Bug: where thinking never ends, every call pays for a draft."""
+    profile = Profile(step_seconds=STEP)
+    taken = []
+    for _ in range(33):
+        pacer = MeasuredPacer(profile)
+        taken.append(pacer.drafts_pay())
+        rounds = tuple(make_round(phase="thinking", rows=2, cost=1.3) for _ in range(20))
+        report = DraftReport(0, 10, 20, 0, "discarded", 0, start=0.0, seconds=0.0)
+        drafts = (report,) if taken[-1] else ()
+        pacer.finish(SpeculationStats(rounds, drafts, thinking_tokens=20, answer_tokens=0))
+    assert taken[:2] == [True, False]
+    assert taken.count(True) == 3
+
+
 def test_guesses_of_a_draft_are_learnt_apart():
     """Bug: a draft uses up the probes of the answer, or never learns that its guesses fail."""
     profile = Profile()
