@@ -198,7 +198,8 @@ class Proposer:
         if phase is Phase.CLOSING:
             return Candidates(self._tracker.remaining_closing()[:room], "marker")
         candidates = self._aligned_draft() if phase is Phase.ANSWERING else NO_CANDIDATES
-        if not candidates.token_ids and self._proposes_spans(phase):
+        looks = not candidates.token_ids and self._proposes_spans(phase)
+        if looks and not self._pacer.rests(phase.value):
             candidates = self._generator.propose(self._sequence.token_ids, room)
         candidates = candidates.first(min(room, len(candidates.token_ids)))
         return self._pacer.trim(candidates, phase.value, n_pending, rows)

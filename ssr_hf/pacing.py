@@ -21,6 +21,11 @@ FIRST_PROBE_AFTER = 16
 LAST_PROBE_AFTER = 512
 # What a token of an answer costs that was drafted well.
 DRAFTED_COST = 0.15
+# Looking for candidates takes a few hundredths of a step that is faster than this. There, after so
+# many rounds without any, only every few rounds look for some.
+FAST_STEP_SECONDS = 0.005
+RESTS_AFTER = 32
+ROUNDS_PER_LOOK = 4
 # Every so many calls, the drafting choice that looks worse is tried again.
 RETRY_CALLS = 16
 # The first draft branches so early that this many times the usual answer fits beside the thinking
@@ -36,6 +41,9 @@ BLOCK_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384,
 
 class Pacer(Protocol):
     """Decides how much to speculate. It never sees tokens' logits and never changes a token."""
+
+    def rests(self, phase: str) -> bool:
+        """Whether to look for no candidates in this round."""
 
     def trim(
         self, candidates: Candidates, phase: str, n_pending: int, rows: int = 1, width: int = 0
@@ -79,6 +87,9 @@ class FixedPacer:
     def __init__(self, lane: str = "auto") -> None:
         self.lane = "lockstep" if lane == "auto" else lane
 
+    def rests(self, phase: str) -> bool:
+        return False
+
     def trim(
         self, candidates: Candidates, phase: str, n_pending: int, rows: int = 1, width: int = 0
     ) -> Candidates:
@@ -116,7 +127,14 @@ class MeasuredPacer:
         self.lane = self._choose_lane() if lane == "auto" else lane
         self._skipped: dict[str, int] = {}
         self._probe_after: dict[str, int] = {}
+        self._idle: dict[str, int] = {}
         self._drafting = self._choose_drafting()
+
+    def rests(self, phase: str) -> bool:
+        idle = self._idle.get(phase, 0)
+        self._idle[phase] = idle + 1
+        is_fast = 0.0 < self.profile.step_seconds < FAST_STEP_SECONDS
+        return is_fast and idle > RESTS_AFTER and idle % ROUNDS_PER_LOOK > 0
 
     def trim(
         self, candidates: Candidates, phase: str, n_pending: int, rows: int = 1, width: int = 0
@@ -126,7 +144,9 @@ class MeasuredPacer:
             return candidates
         key = _key(candidates, phase)
         size = self._best_size(key, candidates, n_pending, rows, width)
-        if size == 0:
+        if size > 0:
+            self._idle[phase] = 0
+        else:
             size = self._probe(key, len(candidates.token_ids))
         return candidates.first(size)
 

@@ -125,6 +125,18 @@ def test_backs_off_when_nothing_is_accepted_and_probes_ever_more_rarely():
     assert len(probes) <= 3000 // LAST_PROBE_AFTER + LAST_PROBE_AFTER // FIRST_PROBE_AFTER
 
 
+@pytest.mark.parametrize(("step_seconds", "looks"), [(0.002, 32 + 68 // 4), (0.05, 100)])
+def test_looks_less_often_where_looking_is_dear_and_found_nothing(step_seconds: float, looks: int):
+    """Bug: a model of 2 ms a step pays in every round for spans that never pay."""
+    pacer = MeasuredPacer(Profile(step_seconds=step_seconds))
+    asked = sum(not pacer.rests("thinking") for _ in range(100))
+    assert abs(asked - looks) <= 2
+    teach_cost(pacer, {4: 1.1, 8: 1.2, 16: 1.3})
+    assert len(pacer.trim(span(8), "thinking", 1).token_ids) == 8
+    assert not any(pacer.rests("thinking") for _ in range(32))
+    assert not any(FixedPacer().rests("thinking") for _ in range(100))
+
+
 def test_acceptance_is_learnt_by_phase():
     """Bug: thinking that repeats nothing stops the answer from being speculated."""
     pacer = MeasuredPacer(Profile())
