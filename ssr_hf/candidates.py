@@ -124,7 +124,9 @@ class DraftGuesser:
         history: History | None = None,
     ) -> None:
         self._pacer = pacer
-        sources = SUFFIX_SOURCES if HISTORY in config.sources else SUFFIX_SOURCES[:-1]
+        # All that the draft can repeat, but the history only where the user wants it.
+        own = tuple(source for source in SUFFIX_SOURCES if source != HISTORY)
+        sources = (*own, HISTORY) if HISTORY in config.sources else own
         self._generator = SuffixCandidateGenerator(replace(config, sources=sources), history)
         self._generator.add("prompt", token_ids)
         self._n_seen = len(token_ids)

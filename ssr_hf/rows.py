@@ -53,7 +53,6 @@ class TwoRows:
         self._slots = list(range(n_slots))
         self._n_slots = n_slots
         self._checkpoint: Checkpoint | None = None
-        self._n_fed = 0
         self._n_kept_of_child = 0
         # Last, because nobody would take it back.
         if child is None:
@@ -82,7 +81,6 @@ class TwoRows:
         # A short row is filled up behind its tokens, which cannot see what comes later.
         padded = [[*ids, *[0] * (n_fed - len(ids))] for ids in (parent_ids, child_ids)]
         ids = target.sequence.ids
-        self._n_fed = n_fed
         self._checkpoint = Checkpoint(target.cache, n_fed)
         logits = target.forward_rows(
             torch.tensor(padded, dtype=ids.dtype, device=ids.device),

@@ -194,7 +194,7 @@ class History:
 
     Args:
         max_tokens (`int`, *optional*, defaults to 8192):
-            Tokens to hold; each takes about a kilobyte.
+            Tokens to hold; each takes 250 to 400 bytes.
 
     Example:
 

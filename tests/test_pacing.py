@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from families import build_model, random_prompt
+from helpers import enabled
 
 import ssr_hf
 from ssr_hf.candidates import DraftGuesser, SuffixCandidateGenerator
@@ -333,9 +334,8 @@ def test_later_calls_propose_what_earlier_ones_wrote(settings: dict[str, Any], p
     prompt = random_prompt(model, 9, seed=1)
     plain = model.generate(prompt, max_new_tokens=60, do_sample=False)
     unused = next(token for token in range(1, 256) if token not in plain[0])
-    ssr_hf.enable(model)
-    try:
-        forwards = []
+    forwards = []
+    with enabled(model):
         for _ in range(2):
             output = model.generate(
                 prompt,
@@ -346,8 +346,6 @@ def test_later_calls_propose_what_earlier_ones_wrote(settings: dict[str, Any], p
             )
             assert output.sequences.equal(plain)
             forwards.append(output.speculation.forwards)
-    finally:
-        ssr_hf.disable(model)
     assert (forwards[1] < forwards[0] / 2) is proposes
 
 
@@ -385,9 +383,8 @@ def test_deterministic_mode_repeats_every_choice():
     """Bug: with `adaptive=False` a choice still follows the clock."""
     model = build_model("qwen3")
     prompt = random_prompt(model, 9, seed=1)
-    ssr_hf.enable(model)
-    try:
-        shapes = []
+    shapes = []
+    with enabled(model):
         for _ in range(2):
             output = model.generate(
                 prompt,
@@ -397,6 +394,4 @@ def test_deterministic_mode_repeats_every_choice():
                 self_speculation={"end_of_thinking": [3], "draft_budget": 8, "adaptive": False},
             )
             shapes.append([entry[:7] for entry in output.speculation.rounds])
-    finally:
-        ssr_hf.disable(model)
     assert shapes[0] == shapes[1]

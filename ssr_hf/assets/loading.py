@@ -75,9 +75,9 @@ def load_tiny_reasoner(
 def fit_threads(model: Qwen3ForCausalLM) -> int:
     """Set the number of CPU threads with which the tiny reasoner is fastest here, and return it.
 
-    At this size a second thread halves the time of a forward over several tokens where cores are
-    idle, and multiplies the time of every forward where other programs use them. So one and two are
-    measured, in turns, in about a fifth of a second.
+    At this size a second thread shortens forwards over several tokens where cores are idle, and
+    multiplies the time of every forward where other programs use them. So one and two are measured,
+    in turns, in about a fifth of a second.
 
     Args:
         model (`Qwen3ForCausalLM`): The model that `load_tiny_reasoner` returned.
