@@ -25,8 +25,8 @@ __all__ = [
 TINY_REASONER_DIR = Path(__file__).resolve().parent / "tiny_reasoner"
 """Directory of the model and tokenizer files, usable wherever a model name or path is expected."""
 
-# Tokens of the forwards that are timed: plain decoding, and a round with candidates.
-_ROUND_TOKENS = (1, 8)
+# Tokens of the forwards that are timed: plain decoding, a round with spans, one with a draft.
+_ROUND_TOKENS = (1, 8, 32)
 _ROUNDS = 12
 
 
