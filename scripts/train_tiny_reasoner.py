@@ -61,7 +61,7 @@ PRE_TOKEN = r"\n|[A-Za-z]+|[0-9]{1,2}|[^A-Za-z0-9\n]+"
 VOCAB_SIZE = 1000
 MIN_NOTES, MAX_NOTES = 5, 8
 # Layers, width and size of a head.
-PRESETS = {"base": (4, 256, 64), "small": (2, 192, 32)}
+PRESETS = {"base": (8, 128, 64), "small": (2, 192, 32)}
 MAX_POSITIONS = 2048
 # Tokens of a suffix, and of a proposal, when the evaluation replays an answer against a draft.
 SUFFIX_LENGTH, MAX_PROPOSAL = 4, 16
@@ -136,7 +136,9 @@ def build_model(
         intermediate_size=3 * width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 2),
+        # Grouped heads would save cache, of which there is little here, and are copied out anew in
+        # each forward of several tokens.
+        num_key_value_heads=heads,
         head_dim=head_size,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,

@@ -26,7 +26,8 @@ DRAFTED_COST = 0.15
 FAST_STEP_SECONDS = 0.005
 RESTS_AFTER = 32
 ROUNDS_PER_LOOK = 4
-# Every so many calls, the drafting choice that looks worse is tried again.
+# Every so many calls, the drafting choice that looks worse is tried again, and half-way between, a
+# lane that looks worse.
 RETRY_CALLS = 16
 # The first draft branches so early that this many times the usual answer fits beside the thinking
 # that is left, but not before EARLIEST_BRANCH thinking tokens.
@@ -223,7 +224,9 @@ class MeasuredPacer:
     def _choose_lane(self) -> str:
         """Lets drafts ride, unless they are cheaper in the foreground, written like any answer."""
         alone = self.profile.answer_cost.get("plain")
-        return "lockstep" if alone is None or alone >= self._riding_price() else "sequential"
+        rides = alone is None or alone >= self._riding_price()
+        # What riding costs is seen only where drafts ride.
+        return "lockstep" if rides or self._retries(RETRY_CALLS // 2) else "sequential"
 
     def _riding_pays(self) -> bool:
         return self._riding_price() < self._undrafted_cost() - DRAFTED_COST
@@ -245,12 +248,16 @@ class MeasuredPacer:
         """Drafts if answers become cheaper by more than drafts cost, and until that is known."""
         profile = self.profile
         known = profile.answer_cost
-        retry = profile.calls % RETRY_CALLS == RETRY_CALLS - 1
+        retry = self._retries(RETRY_CALLS)
         if "drafts" not in known:
             # A draft was in vain where thinking never ended.
             return profile.draft_cost == 0.0 or retry
         saved = (self._undrafted_cost() - known["drafts"]) * profile.answer_tokens
         return (saved > profile.draft_cost) != retry
+
+    def _retries(self, n_th: int) -> bool:
+        """Whether this call is the `n_th` of every `RETRY_CALLS`."""
+        return self.profile.calls % RETRY_CALLS == n_th - 1
 
     def finish(self, stats: SpeculationStats) -> None:
         profile = self.profile

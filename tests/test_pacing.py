@@ -18,6 +18,7 @@ from ssr_hf.pacing import (
     FIRST_PROBE_AFTER,
     LAST_PROBE_AFTER,
     PROBE_TOKENS,
+    RETRY_CALLS,
     FixedPacer,
     MeasuredPacer,
 )
@@ -240,6 +241,16 @@ def test_auto_lane_is_the_cheaper_one(added_cost: float, lane: str):
     assert MeasuredPacer(profile, "stream").lane == "stream"
     assert FixedPacer().lane == MeasuredPacer(Profile()).lane == "lockstep"
     assert FixedPacer("sequential").lane == "sequential"
+
+
+def test_a_lane_that_looked_worse_is_tried_again():
+    """Bug: a bad minute of the machine keeps drafts from ever riding again."""
+    riding, undrafted = Rate(1000.0, 1000.0), {"plain": 0.8}
+    lanes = [
+        MeasuredPacer(Profile(calls=calls, riding=riding, answer_cost=undrafted)).lane
+        for calls in range(RETRY_CALLS)
+    ]
+    assert lanes.count("lockstep") == 1
 
 
 def test_first_draft_branches_early_enough_to_be_finished():

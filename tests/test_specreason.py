@@ -376,6 +376,13 @@ def test_thinking_that_the_base_model_opens(kind: str, case: str) -> None:
     assert told.answer == APART.answer
 
 
+def test_text_without_thinking_says_so() -> None:
+    """A prompt that does not open thinking runs at the base model's speed: the user must learn."""
+    told = tell(APART, prompt=PROMPT.removesuffix("<think>\n"), arguments={"max_new_tokens": 1})
+    assert told.output.step_speculation.notes == ("no step was proposed: the text has no thinking",)
+    assert tell(APART).output.step_speculation.notes == ()
+
+
 @everywhere
 def test_second_block_of_thinking(kind: str, case: str) -> None:
     """Steps are proposed again, after both models have read the text in between; repeats of steps

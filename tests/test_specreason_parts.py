@@ -52,6 +52,7 @@ QWEN = family_tokenizer("qwen3")
         ({"score_prompt": ""}, "score_prompt is ''"),
         ({"assistant_prompt": ()}, "assistant_prompt is ()"),
         ({"assistant_prompt": 5}, "assistant_prompt is 5"),
+        ({"assistant_prompt": ["Hi"]}, "assistant_prompt is ['Hi']"),
     ],
 )
 def test_settings_out_of_range(settings: dict[str, Any], text: str) -> None:
@@ -92,6 +93,7 @@ def test_defaults() -> None:
     ("arguments", "error", "text"),
     [
         ({"assistant_model": None}, ConfigError, "set without assistant_model"),
+        ({"assistant_model": "gpt2"}, ConfigError, "assistant_model is 'gpt2'"),
         ({"tokenizer": None}, ConfigError, "set without tokenizer"),
         ({"num_beams": 2}, UnsupportedError, "beam"),
         ({"output_hidden_states": True}, UnsupportedError, "output_hidden_states is set"),
@@ -122,6 +124,12 @@ def test_refuses_candidates_of_another_vocabulary() -> None:
     """The small model's ids mean nothing to the base model."""
     with pytest.raises(ConfigError, match="candidate_tokens is 4 and the tokenizers differ"):
         tell(STORY, case="different", candidate_tokens=4)
+
+
+def test_refuses_a_prompt_that_nobody_would_read() -> None:
+    """With one vocabulary the small model reads the base model's own prompt."""
+    with pytest.raises(ConfigError, match="assistant_prompt is set and the tokenizers do not"):
+        tell(STORY, assistant_prompt="Hi")
 
 
 def test_refuses_an_encoder_decoder_model() -> None:

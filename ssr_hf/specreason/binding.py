@@ -72,7 +72,8 @@ def bind_steps(
         `StepSpeculation`: Ready for the first round.
 
     Raises:
-        `ConfigError`: A score prompt or a digit cannot be written.
+        `ConfigError`: A score prompt or a digit cannot be written, or a setting does not suit the
+            tokenizers.
     """
     config, text = request.config, target.sequence
     codec = TokenCodec(tokenizer)
@@ -120,6 +121,14 @@ def _translation(
 ) -> Translation:
     other = request.assistant_tokenizer
     if other is None or other is tokenizer or other.get_vocab() == tokenizer.get_vocab():
+        if request.config.assistant_prompt is not None:
+            raise ConfigError(
+                message(
+                    "assistant_prompt is set and the tokenizers do not differ",
+                    "A prompt of its own is accepted for a small model with another tokenizer",
+                    "Leave assistant_prompt out",
+                )
+            )
         width = min(vocabulary_size(target.model), vocabulary_size(request.assistant))
         return SharedIds(TokenCodec(tokenizer), tracker, width)
     return TextHandOver(tokenizer, tracker.markers, other, request.config.assistant_prompt)

@@ -120,8 +120,9 @@ class StepSpeculationConfig:
         prompt = self.assistant_prompt
         if prompt is None:
             return
+        is_filled = isinstance(prompt, Sequence) and len(prompt) > 0
         _require(
-            isinstance(prompt, Sequence) and len(prompt) > 0,
+            is_filled and (isinstance(prompt, str) or all(type(token) is int for token in prompt)),
             f"assistant_prompt is {prompt!r}",
             "Text or token ids are accepted",
             "Leave it out to hand over the text of the prompt",

@@ -106,6 +106,8 @@ class StepSpeculation:
 
     def stats(self, rounds: Iterable[Round]) -> StepSpeculationStats:
         """What happened; `rounds` are those of the whole generation."""
+        if not self.recorder.steps:
+            self.recorder.note("no step was proposed: the text has no thinking")
         return self.recorder.stats(rounds, self._parts.writer.forwards)
 
     def is_due(self) -> bool:

@@ -7,13 +7,14 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from .. import compat
 from ..cache.support import Unsupported, cache_support, multi_token_support
 from ..errors import ConfigError, UnsupportedError, message
 from .config import StepSpeculationConfig
 
 if TYPE_CHECKING:
-    import torch
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
@@ -51,12 +52,20 @@ def refuse_steps(
     """Refuses a call that step speculation cannot serve, before anything is read.
 
     Raises:
-        `ConfigError`: The small model or a tokenizer is missing.
+        `ConfigError`: The small model or a tokenizer is missing, or the small model is none.
         `UnsupportedError`: The batch, an output, or one of the models.
     """
     assistant = request.assistant_model
     if assistant is None:
         raise _missing("assistant_model", "the small model that writes steps", "small")
+    if not isinstance(assistant, torch.nn.Module):
+        raise ConfigError(
+            message(
+                f"assistant_model is {assistant!r}",
+                "A loaded model is accepted",
+                "Load it with AutoModelForCausalLM.from_pretrained",
+            )
+        )
     if tokenizer is None:
         raise _missing("tokenizer", "the base model's: steps are found in text", "tokenizer")
     sizes = (vocabulary_size(model), vocabulary_size(assistant))
