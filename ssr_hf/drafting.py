@@ -95,6 +95,11 @@ class DraftSchedule:
         Returns:
             `Draft` or `None`: The usable draft that ended now, if one did.
         """
+        if finished and not self._stage and self._next_budget is not None:
+            self._recorder.note(
+                f"no draft was taken: thinking had fewer than {self._next_budget} tokens, the "
+                "first branch point"
+            )
         thinking = self._tracker.phase is Phase.THINKING and not finished
         reopened = self._block != self._tracker.blocks
         # A parent that overtakes the longest text goes on in ways that no row can share.

@@ -132,19 +132,22 @@ def test_records_and_bad_lines(model_dir: Path, oracle: Oracle, tmp_path: Path) 
         {"id": "taken", "prompt": "a", "text": "b"},
         {"id": 1.5, "prompt": "a"},
         {"prompt": PROMPTS["c"]},
+        {"id": 14, "prompt": "a"},
+        {"prompt": "a"},
     )
     result = run("generate", "-m", model_dir, "-i", source, *SHORT)
     assert result.exit_code == 2
     records = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [record["id"] for record in records] == ["a", "b", 12]
+    assert [record["id"] for record in records] == ["a", "b", 12, 14]
     texts = [oracle.text(text, N_TOKENS, BUDGET, do_sample=False) for text in PROMPTS.values()]
-    assert [record["text"] for record in records] == texts
+    assert [record["text"] for record in records[:3]] == texts
     assert records[0]["topic"] == "ducks"
     reported = [line for line in result.stderr.splitlines() if line.startswith("line ")]
     numbers = sorted(int(line.split()[1]) for line in reported)
-    assert numbers == [2, 5, 6, 7, 8, 9, 10, 11]
-    assert "line 5  the id 'a' is that of line 1, too" in reported
-    assert "8 lines could not be used" in result.stderr
+    assert numbers == [2, 5, 6, 7, 8, 9, 10, 11, 14]
+    assert "line 5  the id 'a' is the id of line 1, too" in reported
+    assert "line 14  the number, which stands in for an id, 14 is the id of line 13, too" in reported
+    assert "9 lines could not be used" in result.stderr
 
 
 def test_resuming(model_dir: Path, source: Path, tmp_path: Path) -> None:

@@ -142,6 +142,15 @@ def test_recorder_keeps_the_order_and_one_note_of_a_kind() -> None:
     assert stats.drafts[0].status == "cut"
 
 
+def test_thinking_too_short_for_a_draft_says_so() -> None:
+    """Zero drafts and no word: the user cannot tell a setting from a fault."""
+    declared = declare(FAMILY, first=20, last=20, n_new=9)
+    for budget, notes in ((5, 0), (21, 1)):
+        pair = run_both(build_model(FAMILY), declared.prompt, declared.config(draft_budget=budget))
+        assert len(pair.stats.notes) == notes
+    assert "thinking had fewer than 21 tokens" in pair.stats.notes[0]
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_next"])
 def test_one_transfer_per_round_and_row(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Device and host that wait for each other more than once per forward."""

@@ -71,7 +71,8 @@ def read_items(path: Path) -> tuple[list[Item], list[BadLine]]:
             continue
         first = seen.setdefault(item.identifier, number)
         if first != number:
-            reason = f"the id {item.identifier!r} is that of line {first}, too"
+            kind = "id" if "id" in item.fields else "number, which stands in for an id,"
+            reason = f"the {kind} {item.identifier!r} is the id of line {first}, too"
             bad.append(BadLine(line=number, reason=reason))
         else:
             items.append(item)
