@@ -96,6 +96,7 @@ def main(
                 stats, thinking = run(model, tokenizer, prompt, setting)
             seconds[name].append(thinking)
             reports = [d for d in stats.drafts if d.stage > 0 and d.status != "cut"]
+            assert not name.endswith("fresh") or not any(d.n_inherited for d in reports)
             later[name].extend(d.seconds for d in reports)
             inherited[name].extend(d.n_inherited / max(1, d.n_tokens) for d in reports)
     rows = [

@@ -26,10 +26,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from bench_common import ForwardCounter, load
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
+from transformers import LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 import ssr_hf
@@ -85,7 +86,7 @@ class Bench:
             processors.append(
                 ssr_hf.ThinkingBudgetLogitsProcessor(self.markers, self.thinking_budget)
             )
-        counter = ForwardCounter(self.model)
+        counter = ForwardCounter(self.model, now)
         clock = Clock()
         with counter:
             output = self.model.generate(
@@ -115,46 +116,6 @@ class Bench:
         return 0
 
 
-class ForwardCounter:
-    """Counts the model's forwards while it is entered, and notes when each ended."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._origin = now()
-        self._ends: list[float] = []
-
-    @property
-    def forwards(self) -> int:
-        return len(self._ends)
-
-    def arrivals(self, n_tokens: int) -> list[float]:
-        """When tokens arrived where nothing streamed them: spread evenly over the forwards."""
-        return [self._ends[i * len(self._ends) // n_tokens] for i in range(n_tokens)]
-
-    def __enter__(self) -> ForwardCounter:
-        def note(*_: Any) -> None:
-            self._ends.append(now() - self._origin)
-
-        self._handle = self._model.register_forward_hook(note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
-
-
-def load(model: str, dtype: str) -> tuple[Any, Any]:
-    """A Hub id, a local directory, a GGUF file, or the embedded model by the name `tiny`."""
-    if model == "tiny":
-        return ssr_hf.load_tiny_reasoner()
-    path = Path(model)
-    if path.suffix == ".gguf":
-        arguments = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    else:
-        arguments = {"pretrained_model_name_or_path": model}
-    loaded = AutoModelForCausalLM.from_pretrained(**arguments, dtype=getattr(torch, dtype))
-    return loaded.eval(), AutoTokenizer.from_pretrained(**arguments)
-
-
 def read_prompts(path: Path | None, n_prompts: int, seed: int) -> list[str]:
     """User messages: fresh problems of the embedded model, or the field `prompt` of a JSONL."""
     if path is None:
@@ -170,7 +131,7 @@ def make_settings(common: dict[str, Any], lanes: list[str]) -> dict[str, dict[st
         "plain": {},
         "prompt lookup 10": {"prompt_lookup_num_tokens": 10},
         "prompt lookup 16": {"prompt_lookup_num_tokens": 16},
-        "reference": {
+        "published spans": {
             "self_speculation": {"suffix": reference.suffix, "adaptive": False, **common}
         },
         "default": {"self_speculation": common},

@@ -17,14 +17,13 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from bench_common import load
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM
 
 import ssr_hf
 from ssr_hf.candidates import SuffixCandidateGenerator
@@ -32,17 +31,6 @@ from ssr_hf.records import Candidates
 
 PROMPT_TOKENS = 100
 ANTI_ORACLE_TOKENS = 16
-
-
-def load(model: str) -> Any:
-    """A Hub id, a directory, a GGUF file, or the embedded model by the name `tiny`."""
-    if model == "tiny":
-        return ssr_hf.load_tiny_reasoner()[0]
-    path = Path(model)
-    source = {"pretrained_model_name_or_path": model}
-    if path.suffix == ".gguf":
-        source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    return AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).eval()
 
 
 def cpu_seconds(model: Any, input_ids: torch.Tensor, n_tokens: int, setting: Any) -> float:
@@ -78,7 +66,7 @@ def main(
 ) -> None:
     """Measures the three ways in turns."""
     torch.set_num_threads(1)
-    loaded = load(model)
+    loaded, _ = load(model)
     loaded.generation_config.eos_token_id = None
     ssr_hf.enable(loaded)
     generator = torch.Generator().manual_seed(0)

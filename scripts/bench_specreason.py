@@ -29,13 +29,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from bench_common import ForwardCounter, load
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 import ssr_hf
-from ssr_hf import SelfSpeculationConfig, StepSpeculationConfig
+from ssr_hf import SelfSpeculationConfig, StepSpeculationConfig, SuffixConfig
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -84,24 +85,6 @@ class Run:
     answer_tokens: int
     base_forwards: int
     steps: ssr_hf.StepSpeculationStats | None
-
-
-class ForwardCounter:
-    """Counts a model's forwards while it is entered."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.forwards = 0
-
-    def __enter__(self) -> ForwardCounter:
-        self._handle = self._model.register_forward_hook(self._count)
-        return self
-
-    def _count(self, *_: Any) -> None:
-        self.forwards += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
 
 
 @dataclass(frozen=True)
@@ -238,18 +221,6 @@ def report(
     print(json.dumps({"bench": "specreason", **facts, **machine, "rows": rows}, allow_nan=False))
 
 
-def load(model: str) -> tuple[Any, Any]:
-    """A Hub id, a local directory, a GGUF file, or the embedded model by the name `tiny`."""
-    if model == "tiny":
-        return ssr_hf.load_tiny_reasoner()
-    path = Path(model)
-    arguments: dict[str, Any] = {"pretrained_model_name_or_path": model}
-    if path.suffix == ".gguf":
-        arguments = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    loaded = AutoModelForCausalLM.from_pretrained(**arguments, dtype=torch.float32)
-    return loaded.eval(), AutoTokenizer.from_pretrained(**arguments)
-
-
 def parameters(model: Any) -> float:
     """Millions of parameters."""
     return round(model.num_parameters() / 1e6, 2)
@@ -262,7 +233,7 @@ def sweep(
     prompts: Annotated[int, typer.Option(help="Fresh problems.")] = 100,
     seed: Annotated[int, typer.Option(help="Of the problems.")] = 1,
     thresholds: Annotated[str, typer.Option(help="Mean log-probabilities.")] = THRESHOLDS,
-    together: Annotated[float, typer.Option(help="Threshold of the last table.")] = -0.01,
+    together: Annotated[float, typer.Option(help="Threshold of the last row.")] = -0.01,
     max_new_tokens: Annotated[int, typer.Option(help="Longest output.")] = 1024,
     threads: Annotated[int, typer.Option(help="Of torch.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="Where to save the plot.")] = None,
@@ -284,7 +255,10 @@ def sweep(
         return {"step_speculation": config, "assistant_model": assistant, "tokenizer": tokenizer}
 
     values = [float(value) for value in thresholds.split(",")]
-    reasoning = {"self_speculation": True, "tokenizer": tokenizer}
+    # Several settings write the same texts: what was written must be no source of spans.
+    sources = tuple(source for source in SuffixConfig().sources if source != "history")
+    fresh = SelfSpeculationConfig(suffix=SuffixConfig(sources=sources))
+    reasoning = {"self_speculation": fresh, "tokenizer": tokenizer}
     chosen = steps(together)
     settings = [
         Setting("base alone", model, tokenizer, lambda _: {}),

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import typer
+from bench_common import load_tokenizer
 from rich.console import Console
 from rich.table import Table
 
@@ -236,16 +237,6 @@ def replay_all(pairs: Iterable[Pair], setting: Setting) -> dict[str, Tally]:
     for pair in pairs:
         tallies.setdefault(pair.kind, Tally()).add(replay(pair, setting))
     return tallies
-
-
-def load_tokenizer(name: str) -> Any:
-    """A tokenizer from a Hub id, a directory or a GGUF file."""
-    from transformers import AutoTokenizer
-
-    path = Path(name)
-    if path.suffix == ".gguf":
-        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    return AutoTokenizer.from_pretrained(name)
 
 
 def read_pairs(path: Path, tokenizer: Any) -> list[Pair]:

@@ -60,8 +60,9 @@ CHAT_TEMPLATE = (
 PRE_TOKEN = r"\n|[A-Za-z]+|[0-9]{1,2}|[^A-Za-z0-9\n]+"
 VOCAB_SIZE = 1000
 MIN_NOTES, MAX_NOTES = 5, 8
-# Layers, width and size of a head.
-PRESETS = {"base": (8, 128, 64), "small": (2, 192, 32)}
+# Layers, width, heads, their size, and width of the feed-forward layers. Many thin layers: as in a
+# large model on a GPU, a forward then costs its kernel launches more than its arithmetic.
+PRESETS = {"base": (8, 192, 3, 32, 192), "small": (2, 192, 6, 32, 576)}
 MAX_POSITIONS = 2048
 # Tokens of a suffix, and of a proposal, when the evaluation replays an answer against a draft.
 SUFFIX_LENGTH, MAX_PROPOSAL = 4, 16
@@ -125,21 +126,18 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def build_model(
-    tokenizer: PreTrainedTokenizerFast, layers: int, width: int, head_size: int
-) -> Qwen3ForCausalLM:
-    """Build an untrained model of the given size for the tokenizer's vocabulary."""
-    heads = width // head_size
+def build_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Qwen3ForCausalLM:
+    """Build an untrained model for the tokenizer's vocabulary."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
+        hidden_size=recipe.width,
+        intermediate_size=recipe.feed_forward,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
         # Grouped heads would save cache, of which there is little here, and are copied out anew in
         # each forward of several tokens.
-        num_key_value_heads=heads,
-        head_dim=head_size,
+        num_key_value_heads=recipe.heads,
+        head_dim=recipe.head_size,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
@@ -247,7 +245,9 @@ class Recipe:
 
     layers: int
     width: int
+    heads: int
     head_size: int
+    feed_forward: int
     steps: int
     minutes: float | None
     seed: int
@@ -701,7 +701,9 @@ def stage_commands(output: Path, stages: Sequence[Stage]) -> list[str]:
             "init-from": f"{output.name}_{number - 1}" if number > 1 else None,
             "layers": stage.recipe.layers,
             "width": stage.recipe.width,
+            "heads": stage.recipe.heads,
             "head-size": stage.recipe.head_size,
+            "feed-forward": stage.recipe.feed_forward,
             "steps": stage.steps,
             "seed": stage.recipe.seed,
             "peak-lr": stage.recipe.peak_lr,
@@ -723,11 +725,13 @@ def train(
     output: Annotated[Path, typer.Option(help="Directory of the finished model.")],
     preset: Annotated[str, typer.Option(help=f"Model size: {' or '.join(PRESETS)}.")] = "base",
     layers: Annotated[int | None, typer.Option(help="Layers, instead of the preset's.")] = None,
-    width: Annotated[
-        int | None, typer.Option(help="Width, a multiple of the head size, not the preset's.")
-    ] = None,
+    width: Annotated[int | None, typer.Option(help="Width, instead of the preset's.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Heads, instead of the preset's.")] = None,
     head_size: Annotated[
         int | None, typer.Option(help="Size of a head, instead of the preset's.")
+    ] = None,
+    feed_forward: Annotated[
+        int | None, typer.Option(help="Width of the feed-forward layers, not the preset's.")
     ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Directory of a trained tokenizer to reuse.")
@@ -759,11 +763,10 @@ def train(
     """Train a model, evaluate what was saved and write the model card."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
-    default_layers, default_width, default_head_size = PRESETS[preset]
+    given = (layers, width, heads, head_size, feed_forward)
+    shape = [value or usual for value, usual in zip(given, PRESETS[preset], strict=True)]
     recipe = Recipe(
-        layers=layers or default_layers,
-        width=width or default_width,
-        head_size=head_size or default_head_size,
+        *shape,
         steps=steps,
         minutes=minutes,
         seed=seed,
@@ -778,7 +781,7 @@ def train(
     if init_from:
         model = Qwen3ForCausalLM.from_pretrained(init_from, dtype=torch.float32)
     else:
-        model = build_model(trained, recipe.layers, recipe.width, recipe.head_size)
+        model = build_model(trained, recipe)
     print(f"{model.num_parameters():,} parameters, {len(trained)} tokens", flush=True)
     stages = read_stages(init_from) if init_from else []
     stages.append(train_model(model, trained, recipe, checkpoint_dir))

@@ -98,14 +98,7 @@ def decode_rows(call: HostCall, config: SelfSpeculationConfig) -> Any:
     processors = call.logits_processor
     if config.thinking_budget is not None:
         processors = _processors(call, config, find_markers(call, config))
-    output = call.model._sample(
-        call.input_ids,
-        logits_processor=processors,
-        stopping_criteria=call.stopping_criteria,
-        generation_config=call.generation_config,
-        streamer=call.streamer,
-        **call.model_kwargs,
-    )
+    output = call.decode_plainly(processors, synced_gpus=False)
     if not call.returns_dict:
         return output
     note = f"{call.input_ids.shape[0]} rows were decoded plainly"

@@ -7,12 +7,14 @@ a new release of transformers is met by changing this file.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
     EosTokenCriteria,
+    GenerationMixin,
     LogitsProcessor,
     MaxLengthCriteria,
     StoppingCriteriaList,
@@ -23,13 +25,19 @@ from transformers.generation import logits_process
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 if TYPE_CHECKING:
-    from transformers import Cache, GenerationConfig, PreTrainedModel
+    from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
     from transformers.utils import ModelOutput
 
     ModelKwargs = dict[str, Any]
 
+# Stands for a limit that there is not.
+UNLIMITED = 2**62
+
 # Keyword arguments with one entry per token; every other argument of a forward has no length.
 PER_TOKEN_KWARGS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+
+# Models that prepare the next forward in a way of their own, but from the tokens alone.
+STATELESS_MODELS = ("PaliGemmaForConditionalGeneration",)
 
 # Processors whose result depends on their arguments alone, so that a draft may call them, too.
 SIDE_EFFECT_FREE_PROCESSORS: tuple[type[LogitsProcessor], ...] = (
@@ -65,6 +73,11 @@ VOCABULARY_FREE_PROCESSORS: tuple[type[LogitsProcessor], ...] = (
     logits_process.EpsilonLogitsWarper,
     logits_process.EtaLogitsWarper,
 )
+
+
+def sample(model: PreTrainedModel, input_ids: torch.LongTensor, **arguments: Any) -> Any:
+    """What `generate` does without a decoding function, for one row or several."""
+    return model._sample(input_ids, **arguments)
 
 
 def prefill(
@@ -105,6 +118,41 @@ def forward(
     if "logits_to_keep" in inputs:
         inputs["logits_to_keep"] = n_tokens
     return model(**inputs, return_dict=True)
+
+
+def hands_over_state(model: PreTrainedModel) -> bool:
+    """Whether a forward needs what the one before returned, other than the cache."""
+    own = type(model)._update_model_kwargs_for_generation
+    is_own = own is not GenerationMixin._update_model_kwargs_for_generation
+    return is_own and type(model).__name__ not in STATELESS_MODELS
+
+
+def longest_uniform_text(model: PreTrainedModel, n_positions: int = 0) -> int:
+    """Positions that a forward may reach without changing what it computes for earlier ones.
+
+    Beyond the longest text of a model, dynamic rotary positions are scaled anew for each length.
+    Where a text crosses the first length of longrope, all positions change at once, and Phi-3
+    rebuilds its cache; a text that begins beyond it is past that.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        n_positions (`int`, *optional*, defaults to 0): Positions of the text so far.
+    """
+    config = model.config.get_text_config(decoder=True)
+    crossings = [limit for limit in _longrope_lengths(config) if limit >= n_positions]
+    longest = getattr(config, "max_position_embeddings", None)
+    return min([*crossings, *([] if longest is None else [int(longest)])], default=UNLIMITED)
+
+
+def _longrope_lengths(config: PreTrainedConfig) -> Iterator[int]:
+    """Lengths up to which a model with rescaled rotary positions computes as it was trained."""
+    own = getattr(config, "original_max_position_embeddings", None)
+    if own is not None:
+        yield int(own)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for candidate in (parameters, *parameters.values()):
+        if isinstance(candidate, Mapping) and candidate.get("rope_type") == "longrope":
+            yield int(candidate["original_max_position_embeddings"])
 
 
 def prepare_cache(
@@ -158,7 +206,7 @@ def end_and_length_only(criteria: StoppingCriteriaList) -> tuple[frozenset[int],
         every token.
     """
     eos_token_ids: set[int] = set()
-    max_length = 2**62
+    max_length = UNLIMITED
     for criterion in criteria:
         if type(criterion) is EosTokenCriteria:
             eos_token_ids.update(criterion.eos_token_id.flatten().tolist())

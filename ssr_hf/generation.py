@@ -43,14 +43,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Enabled:
-    """What belongs to one enabled model; `previous` is None where `generate` was the class's."""
+    """What was learnt about one enabled model, and what it wrote."""
 
-    previous: Callable[..., Any] | None
-    profile: Profile
+    profile: Profile = field(default_factory=Profile)
     history: History = field(default_factory=History)
 
 
 _enabled: weakref.WeakKeyDictionary[torch.nn.Module, _Enabled] = weakref.WeakKeyDictionary()
+# Attribute of an enabled model: the `generate` that somebody else gave this instance before. Kept
+# there because a table of bound methods would keep their models alive.
+_REPLACED = "_generate_before_ssr_hf"
 
 
 def enable(model: PreTrainedModel, profile: Profile | None = None) -> PreTrainedModel:
@@ -75,13 +77,13 @@ def enable(model: PreTrainedModel, profile: Profile | None = None) -> PreTrained
     ```
     """
     inner = _generating(model)
-    known = _enabled.get(inner)
-    if known is None:
-        previous = None if _is_copy_of_enabled(inner) else inner.__dict__.get("generate")
-        _enabled[inner] = _Enabled(previous, profile or Profile())
+    own = vars(inner).get("generate")
+    if not _is_ours(own):
+        if own is not None:
+            vars(inner)[_REPLACED] = own
         inner.generate = types.MethodType(generate, inner)
-    elif profile is not None:
-        _enabled[inner] = replace(known, profile=profile)
+    if profile is not None:
+        _enabled[inner] = replace(_state_of(inner), profile=profile)
     return model
 
 
@@ -103,19 +105,25 @@ def disable(model: PreTrainedModel) -> None:
     ```
     """
     inner = _generating(model)
-    if inner not in _enabled and not _is_copy_of_enabled(inner):
+    if not _is_ours(vars(inner).get("generate")):
         return
-    previous = _enabled.pop(inner).previous if inner in _enabled else None
-    if previous is None:
-        del inner.__dict__["generate"]
-    else:
-        inner.generate = previous
+    _enabled.pop(inner, None)
+    del vars(inner)["generate"]
+    if _REPLACED in vars(inner):
+        vars(inner)["generate"] = vars(inner).pop(_REPLACED)
 
 
-def _is_copy_of_enabled(inner: Any) -> bool:
-    """Whether the method of `enable` came with a copy of another model's attributes."""
-    own = inner.__dict__.get("generate")
-    return inner not in _enabled and getattr(own, "__func__", None) is generate
+def _is_ours(method: object) -> bool:
+    """Whether a model is enabled whose own `generate` is `method`; copies take it along."""
+    return getattr(method, "__func__", None) is generate
+
+
+def _state_of(inner: Any) -> _Enabled:
+    """The state of an enabled model, made when it is first needed."""
+    state = _enabled.get(inner)
+    if state is None:
+        state = _enabled[inner] = _Enabled()
+    return state
 
 
 def _generating(model: Any) -> Any:
@@ -133,8 +141,7 @@ def generate(
 ) -> Any:
     # Bound to an instance by `enable`; it keeps the name `generate` so that a pickled model refers
     # to the method of its class.
-    state = _enabled.setdefault(self, _Enabled(None, Profile()))
-    original = state.previous or functools.partial(type(self).generate, self)
+    original = vars(self).get(_REPLACED) or functools.partial(type(self).generate, self)
     config = SelfSpeculationConfig.coerce(self_speculation)
     step_config = StepSpeculationConfig.coerce(step_speculation)
     if config is None and step_config is None:
@@ -150,6 +157,7 @@ def generate(
     tokenizer = kwargs.pop("tokenizer", None)
     _bind_stop_strings(self, kwargs, tokenizer)
     ending = None if streamer is None else _EndOnce(streamer)
+    state = _state_of(self)
     kwargs["custom_generate"] = functools.partial(
         self_speculative_decoding,
         self_speculation=config,
@@ -311,6 +319,7 @@ def self_speculative_decoding(
     if step_config is not None:
         config = config or SelfSpeculationConfig(reuse="none")
         steps = StepRequest(step_config, assistant_model, assistant_tokenizer)
+    ending = None if streamer is None else _EndOnce(streamer)
     call = HostCall(
         model,
         input_ids,
@@ -319,35 +328,22 @@ def self_speculative_decoding(
         generation_config,
         model_kwargs,
         tokenizer,
-        streamer,
+        ending,
     )
-    if config is None:
-        return _decode_plainly(call, synced_gpus)
-    refuse_call(call, synced_gpus)
-    if steps is not None:
-        refuse_steps(steps, model, tokenizer, input_ids, generation_config)
-    if input_ids.shape[0] > 1:
-        logger.warning(
-            "Self-speculation runs one sequence at a time; these %d are decoded plainly. Call "
-            "generate once per prompt to speculate.",
-            input_ids.shape[0],
-        )
-        return decode_rows(call, config)
     try:
+        if config is None:
+            return call.decode_plainly(logits_processor, bool(synced_gpus))
+        refuse_call(call, synced_gpus)
+        if steps is not None:
+            refuse_steps(steps, model, tokenizer, input_ids, generation_config)
+        if input_ids.shape[0] > 1:
+            logger.warning(
+                "Self-speculation runs one sequence at a time; these %d are decoded plainly. Call "
+                "generate once per prompt to speculate.",
+                input_ids.shape[0],
+            )
+            return decode_rows(call, config)
         return decode(call, config, profile or Profile(), history, steps)
     finally:
-        if streamer is not None:
-            streamer.end()
-
-
-def _decode_plainly(call: HostCall, synced_gpus: bool | None) -> Any:
-    """What `generate` does without a decoding function."""
-    return call.model._sample(
-        call.input_ids,
-        logits_processor=call.logits_processor,
-        stopping_criteria=call.stopping_criteria,
-        generation_config=call.generation_config,
-        synced_gpus=bool(synced_gpus),
-        streamer=call.streamer,
-        **call.model_kwargs,
-    )
+        if ending is not None:
+            ending.end()

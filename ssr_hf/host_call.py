@@ -75,19 +75,26 @@ class HostCall:
             if type(processor) in compat.SIDE_EFFECT_FREE_PROCESSORS
         )
 
+    def decode_plainly(self, logits_processor: LogitsProcessorList, synced_gpus: bool) -> Any:
+        """What `generate` does without a decoding function."""
+        return compat.sample(
+            self.model,
+            self.input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=self.stopping_criteria,
+            generation_config=self.generation_config,
+            synced_gpus=synced_gpus,
+            streamer=self.streamer,
+            **self.model_kwargs,
+        )
+
     @property
     def longest_text(self) -> int:
         """Most tokens of a text that may hold candidates or drafts, prompt included."""
-        config = self.model.config.get_text_config()
-        positions = [
-            getattr(config, "max_position_embeddings", None),
-            # Phi-3 rebuilds its whole cache where a text crosses this length.
-            getattr(config, "original_max_position_embeddings", None),
-        ]
-        limits = [limit - self._n_unseen for limit in positions if limit is not None]
-        if self.stopping_criteria.max_length is not None:
-            limits.append(self.stopping_criteria.max_length)
-        return min(limits, default=2**62)
+        n_positions = self.input_ids.shape[1] + self._n_unseen
+        longest = compat.longest_uniform_text(self.model, n_positions) - self._n_unseen
+        limit = self.stopping_criteria.max_length
+        return longest if limit is None else min(longest, limit)
 
     @property
     def _n_unseen(self) -> int:

@@ -34,8 +34,8 @@ def refuse_arguments(model: Any, kwargs: dict[str, Any]) -> None:
                 "Use plain generate with this adapter",
             )
         )
-    config = kwargs.get("generation_config")
-    if kwargs.get("token_healing", getattr(config, "token_healing", False)):
+    defaults = kwargs.get("generation_config") or getattr(model, "generation_config", None)
+    if kwargs.get("token_healing", getattr(defaults, "token_healing", False)):
         raise UnsupportedError(
             message(
                 "token_healing is set",
@@ -83,6 +83,11 @@ def refuse_call(call: HostCall, synced_gpus: bool | None) -> None:
             mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
             f"The generation mode is {mode.value}",
             "Set num_beams=1 and leave out penalty_alpha, prompt_lookup_num_tokens and the like",
+        ),
+        (
+            compat.hands_over_state(model),
+            f"{type(model).__name__} hands more than the cache from one forward to the next",
+            "Use plain generate",
         ),
         (
             compat.runs_on_several_ranks(model, synced_gpus),

@@ -211,6 +211,8 @@ PROBE_PREFIX, PROBE_TOKENS = 4, 4
 
 @torch.no_grad()
 def _probe(model: PreTrainedModel) -> RowSupport:
+    if _counts_slots(model.config):
+        return RowSupport(holes=False, padding=False)
     config = GenerationConfig()
     ids = probe_ids(model, PROBE_PREFIX + PROBE_TOKENS)
     token_ids = tuple(ids[0].tolist())
@@ -241,8 +243,6 @@ def _probe(model: PreTrainedModel) -> RowSupport:
     parent = read(PROBE_PREFIX + 1)
     if not allows_holes(parent.cache, model.config) or "position_ids" not in parent.kwargs:
         return RowSupport(holes=False, padding=padding)
-    if _counts_slots(model.config):
-        return RowSupport(holes=False, padding=False)
     rows = TwoRows(parent)
     rows.forward(token_ids[5:6], token_ids[4:5], child_position=4)
     rows.keep_of_child(1)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import threading
+import types
+import weakref
 from typing import Any
 
 import pytest
@@ -66,6 +69,24 @@ def test_a_generate_of_the_instance_is_kept() -> None:
     assert calls == ["other", "other"]
     assert fast.speculation.drafts
     assert model.generate is other
+
+
+def test_a_model_with_a_generate_of_its_own_is_freed_and_copied_with_it() -> None:
+    """A table of bound methods that keeps its models alive; a copy that loses the other wrapper."""
+    model = copy.deepcopy(build_model(FAMILY))
+
+    def tagged(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return "tagged" if kwargs.pop("tag", False) else type(self).generate(self, *args, **kwargs)
+
+    model.generate = types.MethodType(tagged, model)
+    copied = copy.deepcopy(ssr_hf.enable(model))
+    assert copied.generate(tag=True) == "tagged"
+    ssr_hf.disable(copied)
+    assert copied.generate.__func__ is tagged and copied.generate.__self__ is copied
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("off", [None, False])

@@ -15,6 +15,7 @@ from peft import PromptTuningConfig, get_peft_model
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
+    LlamaForCausalLM,
     PreTrainedModel,
     QuantizedCache,
     StaticCache,
@@ -80,6 +81,27 @@ def test_modes_of_generate(name: str) -> None:
     """A mode that is silently replaced by another, or fails late with a host message."""
     arguments, pattern = MODES[name]
     _refuse(UnsupportedError, pattern, **arguments)
+
+
+def test_default_token_healing() -> None:
+    """A default of the model is read by `generate`, which then fails with a message of its own."""
+    model = build_model(FAMILY)
+    model.generation_config.token_healing = True
+    try:
+        _refuse(UnsupportedError, "token_healing.*heal_tokens", model=model)
+    finally:
+        model.generation_config.token_healing = False
+
+
+def test_model_that_hands_over_more_than_the_cache() -> None:
+    """Cross-attention to an image, as in Mllama, whose masks and keys no rollback knows."""
+
+    class Handing(LlamaForCausalLM):
+        def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            return super()._update_model_kwargs_for_generation(*args, **kwargs)
+
+    model = Handing(build_model(FAMILY).config).eval()
+    _refuse(UnsupportedError, "Handing hands more than the cache", model=model)
 
 
 def test_assistant_model() -> None:

@@ -16,6 +16,8 @@ from transformers import (
     GenerationConfig,
     GPTNeoConfig,
     GPTNeoForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     PreTrainedModel,
 )
 
@@ -172,6 +174,33 @@ def test_models_that_count_slots_stay_exact(name: str, seed: int) -> None:
         end_of_thinking=[_unused(text)], draft_budget=(5, 20, 35), **SETTINGS
     )
     assert_same(run_both(model, prompt, config, max_new_tokens=60))
+
+
+def test_scales_by_slots_that_no_short_probe_sees() -> None:
+    """Llama 4 scales queries by the slots before them, in steps longer than the probe: padding on
+    the left would change them."""
+    config = Llama4TextConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=32,
+        intermediate_size_mlp=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=1,
+        moe_layers=[],
+        attention_chunk_size=64,
+        attn_temperature_tuning=True,
+        no_rope_layers=[1, 0],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    model = Llama4ForCausalLM(config).eval()
+    target = _target(model, random_prompt(model, PROMPT, seed=1), 7)
+    assert row_support(target) == RowSupport(holes=False, padding=False)
 
 
 @pytest.mark.parametrize("length", [40, 48, 64])

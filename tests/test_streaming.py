@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -140,6 +141,18 @@ def test_end_is_called_on_a_refusal() -> None:
             streamer=streamer,
             prompt_lookup_num_tokens=3,
         )
+    assert streamer.n_ends == 1
+
+
+def test_end_is_called_on_a_refusal_without_enable() -> None:
+    """The same where the streamer is bound to the decoding function by hand."""
+    declared = declare(FAMILY)
+    streamer = RecordingStreamer()
+    decoding = functools.partial(
+        ssr_hf.self_speculative_decoding, self_speculation=declared.config(), streamer=streamer
+    )
+    with pytest.raises(UnsupportedError):
+        generate(build_model(FAMILY), declared.prompt, custom_generate=decoding, num_beams=2)
     assert streamer.n_ends == 1
 
 

@@ -24,6 +24,8 @@ from .running import Run, run_plain, run_speculative
 from .spreading import spread
 
 _OTHER_LANES = ("sequential", "stream")
+# How the note begins that a model gets which fails the probe.
+_PROBE_NOTE = "decoding without candidates"
 _MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "dim")}
 _GREEDY = GenerationOptions()
 _SAMPLED = GenerationOptions(temperature=1.0)
@@ -119,17 +121,27 @@ def _findings(
         yield Finding("cache", False, str(error))
         return
     yield Finding("cache", True, _layers(speculative))
-    problems = "; ".join(speculative.stats.notes)
-    yield Finding("probe", not problems, problems or "several tokens at once equal single steps")
+    probe, *remarks = _noted(speculative)
+    yield probe
+    yield from remarks
     yield _judge("lane lockstep", plain, speculative, session)
-    if not problems:
+    if probe.passed:
         yield _tried(speculative)
     for lane in _OTHER_LANES:
-        speculative = prober.speculative(request, _GREEDY, lane)
-        yield _judge(f"lane {lane}", plain, speculative, session)
+        yield _in_lane(prober, request, plain, lane)
     plain = prober.plain(request, _SAMPLED)
     speculative = prober.speculative(request, _SAMPLED, "auto")
     yield _judge("sampling, seeded", plain, speculative, session)
+
+
+def _noted(run: Run) -> Iterator[Finding]:
+    """What the probe says, then every other note, which is no judgement."""
+    problems = [note for note in run.stats.notes if note.startswith(_PROBE_NOTE)]
+    text = "; ".join(problems) or "several tokens at once equal single steps"
+    yield Finding("probe", not problems, text)
+    for note in run.stats.notes:
+        if note not in problems:
+            yield Finding("note", None, note)
 
 
 def _tried(run: Run) -> Finding:
@@ -158,6 +170,16 @@ class _Prober:
         config = replace(self.config, lane=lane)
         with Meter(f"Self-speculation, lane {lane}", request.max_new_tokens) as meter:
             return run_speculative(self.session, request, generation, config, meter.count)
+
+
+def _in_lane(prober: _Prober, request: Request, plain: Run, lane: str) -> Finding:
+    """Compares another lane; one that the model cannot use is no fault of the model."""
+    name = f"lane {lane}"
+    try:
+        speculative = prober.speculative(request, _GREEDY, lane)
+    except ssr_hf.UnsupportedError as error:
+        return Finding(name, None, str(error))
+    return _judge(name, plain, speculative, prober.session)
 
 
 def _with_thinking_opened(request: Request, start: tuple[int, ...]) -> Request:

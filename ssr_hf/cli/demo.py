@@ -13,9 +13,15 @@ from rich.text import Text
 import ssr_hf
 
 from .comparing import Comparison, as_record, medians
-from .console import EXIT_NEGATIVE, Meter, busy, out_console, write_json
+from .console import EXIT_NEGATIVE, InputError, Meter, busy, out_console, write_json
 from .loading import Session, open_session
-from .options import GenerationOptions, ModelOptions, PromptOptions, SpeculationOptions
+from .options import (
+    GenerationOptions,
+    ModelOptions,
+    PromptOptions,
+    SpeculationOptions,
+    without_history,
+)
 from .painting import TextPainter, legend
 from .prompts import Request, built_in_prompts, given_prompt, make_request
 from .report import comparison_table, drafts_line, heading, title, verdict_line
@@ -46,7 +52,10 @@ def demo(
     Exit code 0 if every output is identical, 1 if one is not.
     """
     config = speculation.config()
+    _require_comparable(config, generation)
     text = given_prompt(asked)
+    if text is not None:
+        config = without_history(config)  # every run has the same prompt
     session = open_session(model, config)
     n_runs = runs or (BUILT_IN_RUNS if text is None else 1)
     prompts = built_in_prompts(n_runs, generation.seed) if text is None else [text] * n_runs
@@ -65,6 +74,18 @@ def demo(
         _print_result(console, session, generation, comparisons)
     if not all(comparison.identical for comparison in comparisons):
         raise typer.Exit(EXIT_NEGATIVE)
+
+
+def _require_comparable(
+    config: ssr_hf.SelfSpeculationConfig, generation: GenerationOptions
+) -> None:
+    """Refuses what gives another text by design."""
+    if config.acceptance != "exact_match" and generation.samples:
+        raise InputError(
+            f"acceptance is {config.acceptance!r}, which samples another text than plain generate "
+            "does, and the demo compares texts. 'exact_match' is accepted; or leave out "
+            "--temperature, --top-p and --top-k."
+        )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -145,13 +146,21 @@ def _generate_text(open_worker: OpenWorker, prompt: str, output_file: Path | Non
 
 
 def _generate_record(open_worker: OpenWorker, prompt: str, output_file: Path | None) -> None:
-    file = None if output_file is None else RecordFile(output_file)
+    file = None if output_file is None else _open_records(output_file)
     worker = open_worker()
     record = worker.record({"prompt": prompt}, _run_with_meter(worker, prompt))
     if file is None:
         write_json(record)
     else:
-        file.write({"id": len(file.done) + 1, **record})
+        identifier = next(number for number in count(1) if number not in file.done)
+        file.write({"id": identifier, **record})
+
+
+def _open_records(path: Path) -> RecordFile:
+    file = RecordFile(path)
+    if file.repaired:
+        err_console().print("An incomplete last line of --output was removed.")
+    return file
 
 
 def _open_text(path: Path) -> Any:
@@ -170,24 +179,22 @@ def _counter(meter: Meter, done: int) -> OnTokens:
     """Shows how many tokens the current text has."""
     n_tokens = 0
 
-    def count(token_ids: Any, _: Any) -> None:
+    def show(token_ids: Any, _: Any) -> None:
         nonlocal n_tokens
         n_tokens += len(token_ids)
         meter.update(done, f"{n_tokens} tokens")
 
-    return count
+    return show
 
 
 def _generate_records(open_worker: OpenWorker, source: Path, output_file: Path | None) -> None:
     items, bad = read_items(source)
-    file = None if output_file is None else RecordFile(output_file)
+    file = None if output_file is None else _open_records(output_file)
     console = err_console()
     for entry in bad:
         console.print(f"[bold red]line {entry.line}[/]  {escape(entry.reason)}", soft_wrap=True)
     done = set() if file is None else file.done
     left = [item for item in items if item.identifier not in done]
-    if file is not None and file.repaired:
-        console.print("An incomplete last line of --output was removed.")
     if len(left) < len(items):
         console.print(f"{len(items) - len(left)} of {len(items)} records are there already.")
     n_bad = len(bad)

@@ -123,7 +123,7 @@ def _load(source: str | None, dtype: torch.dtype | None) -> tuple[Any, Any]:
         with busy(f"Loading {source}", spins=not has_bars):
             tokenizer = AutoTokenizer.from_pretrained(location, **extra)
             model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype or "auto", **extra)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except Exception as error:  # a damaged file raises whatever its reader does
         reason = " ".join(str(error).split())
         raise InputError(
             f"The model {source!r} cannot be loaded: {reason.rstrip('.')}. A Hub id, a local "
@@ -164,8 +164,8 @@ def _device(name: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"--device {name!r} cannot be used: {reason}") from error
     return device

@@ -217,17 +217,24 @@ class SpeculationOptions:
         bool,
         _option(_SPECULATION, "--reference", help="Start from the published setting of SSR."),
     ] = False
+    config_file: Annotated[
+        Path | None,
+        _option(
+            _SPECULATION, "--config", metavar="FILE",
+            help="Start from the JSON that SelfSpeculationConfig.to_json() writes.",
+        ),
+    ] = None  # fmt: skip
 
     def config(self) -> ssr_hf.SelfSpeculationConfig:
-        """The settings, those given on top of the defaults or of the published setting.
+        """The settings, those given on top of the defaults, the published setting or a file's.
 
         Raises:
             `ConfigError`: A value is out of range; the message names it.
+            `InputError`: The file cannot be used, or it contradicts `--reference`.
         """
-        base = ssr_hf.SelfSpeculationConfig
-        start = base.reference() if self.reference else base()
+        start = self._start()
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del given["reference"]
+        del given["reference"], given["config_file"]
         suffix = {
             name.removeprefix("suffix_"): given.pop(name)
             for name in list(given)
@@ -239,6 +246,34 @@ class SpeculationOptions:
         if suffix:
             changes["suffix"] = dataclasses.replace(start.suffix, **suffix)
         return dataclasses.replace(start, **changes)
+
+    def _start(self) -> ssr_hf.SelfSpeculationConfig:
+        if self.reference and self.config_file is not None:
+            raise InputError("--reference and --config are both given. One of them is accepted.")
+        if self.config_file is not None:
+            return _read_config(self.config_file)
+        base = ssr_hf.SelfSpeculationConfig
+        return base.reference() if self.reference else base()
+
+
+def without_history(config: ssr_hf.SelfSpeculationConfig) -> ssr_hf.SelfSpeculationConfig:
+    """The settings without spans of earlier calls: a prompt that is run again would be replayed."""
+    sources = tuple(source for source in config.suffix.sources if source != "history")
+    if sources:
+        suffix = dataclasses.replace(config.suffix, sources=sources)
+        return dataclasses.replace(config, suffix=suffix)
+    return dataclasses.replace(config, reuse="prefix" if config.verifies_prefix else "none")
+
+
+def _read_config(path: Path) -> ssr_hf.SelfSpeculationConfig:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--config {path} cannot be read: {error}") from error
+    try:
+        return ssr_hf.SelfSpeculationConfig.from_json(text)
+    except ValueError as error:
+        raise InputError(f"--config {path} cannot be used: {error}") from error
 
 
 def _parse_budgets(text: str | None) -> tuple[int, ...] | None:

@@ -50,14 +50,17 @@ def make_request(
         `Request`: What to generate.
 
     Raises:
-        `InputError`: The prompt is empty or longer than the context.
+        `InputError`: The prompt is empty, no Unicode text or longer than the context.
     """
     text = asked if isinstance(asked, str) else _last_content(asked)
     if not text.strip():
         raise InputError("The prompt is empty. Some text is accepted.")
+    require_unicode(text)
     tokenizer: Any = session.tokenizer
     if raw or not tokenizer.chat_template:
         if not isinstance(asked, str):
+            if raw:
+                raise InputError("--raw takes text, not messages. Give a prompt, or leave it out.")
             raise InputError("The model has no chat template for messages. Give a prompt instead.")
         input_ids = tokenizer(asked, return_tensors="pt")["input_ids"]
     else:
@@ -65,6 +68,21 @@ def make_request(
         input_ids = _apply_template(tokenizer, messages)
     limit = _room(session.context, input_ids.shape[1], max_new_tokens)
     return Request(prompt=text, input_ids=input_ids.to(session.model.device), max_new_tokens=limit)
+
+
+def require_unicode(text: str) -> None:
+    """Refuses text that can be neither tokenized nor written.
+
+    Raises:
+        `InputError`: It holds half of a surrogate pair, as from `"\\ud800"` in JSON.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"The text holds {text[error.start]!r}, half of a surrogate pair. Unicode text is "
+            "accepted."
+        ) from error
 
 
 def _last_content(messages: Messages) -> str:
@@ -110,9 +128,9 @@ def given_prompt(options: PromptOptions) -> str | None:
         raise InputError("--prompt and --prompt-file are both given. One of them is accepted.")
     if options.prompt_file is None:
         return options.prompt
-    if str(options.prompt_file) == "-":
-        return sys.stdin.read()
     try:
+        if str(options.prompt_file) == "-":
+            return sys.stdin.buffer.read().decode().replace("\r\n", "\n")
         return options.prompt_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--prompt-file {options.prompt_file} cannot be read: {error}") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .console import InputError
-from .prompts import Messages
+from .prompts import Messages, require_unicode
 
 RESULT_KEYS = ("text", "thinking", "answer", "statistics")
 
@@ -82,8 +82,9 @@ def read_items(path: Path) -> tuple[list[Item], list[BadLine]]:
 def _parse(number: int, line: bytes) -> Item:
     try:
         fields = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"not JSON ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"cannot be read as JSON ({error})") from error
+    require_unicode(json.dumps(fields, ensure_ascii=False))
     if not isinstance(fields, dict):
         raise InputError('not an object such as {"id": "a", "prompt": "..."}')
     taken = [key for key in RESULT_KEYS if key in fields]

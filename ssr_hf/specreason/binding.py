@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 # Offered in a round of the base model for which nothing else was proposed.
 DEFAULT_GUESSED = 4
-NO_LIMIT = 2**62
 # Steps are drawn with a seed of their own; drafts of answers count from 0.
 SAMPLING_STAGE = -1
 
@@ -103,7 +102,7 @@ def bind_steps(
             room=StepRoom(
                 step=config.max_step_tokens,
                 text=max_length,
-                positions=_positions(target.model),
+                positions=compat.longest_uniform_text(target.model),
                 score_prompt=len(score_ids),
                 thinking=thinking_budget,
             ),
@@ -159,7 +158,7 @@ def _writing_rules(
         logits_processor=LogitsProcessorList(p for p in logits_processor if type(p) in usable),
         generator=generator,
         generation_config=generation_config,
-        max_length=_positions(assistant),
+        max_length=compat.longest_uniform_text(assistant),
         vocab_size=vocab_size,
     )
 
@@ -187,11 +186,3 @@ def _n_guessed(config: StepSpeculationConfig, shares_ids: bool) -> int:
             )
         )
     return config.candidate_tokens
-
-
-def _positions(model: PreTrainedModel) -> int:
-    config = model.config.get_text_config()
-    # Phi-3 rebuilds its whole cache where a text crosses the second length.
-    names = ("max_position_embeddings", "original_max_position_embeddings")
-    limits = [getattr(config, name, None) for name in names]
-    return min((int(limit) for limit in limits if limit is not None), default=NO_LIMIT)

@@ -1,0 +1,71 @@
+"""What several benchmarks share: loading a model, and counting its forwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ssr_hf
+
+TINY = "tiny"
+
+
+def load(name: str, dtype: str = "float32") -> tuple[Any, Any]:
+    """Model and tokenizer: a Hub id, a directory, a GGUF file, or the embedded model by `tiny`."""
+    if name == TINY:
+        return ssr_hf.load_tiny_reasoner()
+    source = _source(name)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, dtype))
+    return model.eval(), AutoTokenizer.from_pretrained(**source)
+
+
+def load_tokenizer(name: str) -> Any:
+    """A tokenizer from a Hub id, a directory or a GGUF file."""
+    return AutoTokenizer.from_pretrained(**_source(name))
+
+
+def _source(name: str) -> dict[str, str]:
+    """What `from_pretrained` is given."""
+    path = Path(name)
+    if path.suffix == ".gguf":
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    return {"pretrained_model_name_or_path": name}
+
+
+class ForwardCounter:
+    """Counts a model's forwards while it is entered, and notes when each ended.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        now (`Callable`, *optional*): The clock, in seconds.
+    """
+
+    def __init__(self, model: Any, now: Callable[[], float] = time.perf_counter) -> None:
+        self._model = model
+        self._now = now
+        self._origin = now()
+        self._ends: list[float] = []
+
+    @property
+    def forwards(self) -> int:
+        """Forwards so far."""
+        return len(self._ends)
+
+    def arrivals(self, n_tokens: int) -> list[float]:
+        """When tokens arrived where nothing streamed them: spread evenly over the forwards."""
+        return [self._ends[i * len(self._ends) // n_tokens] for i in range(n_tokens)]
+
+    def __enter__(self) -> ForwardCounter:
+        def note(*_: Any) -> None:
+            self._ends.append(self._now() - self._origin)
+
+        self._handle = self._model.register_forward_hook(note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
