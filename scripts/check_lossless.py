@@ -4,9 +4,9 @@
     python scripts/check_lossless.py ./my-model --prompts prompts.jsonl --tokens 512 --json
     python scripts/check_lossless.py model.Q4_K_M.gguf --dtype bfloat16
 
-Every prompt is generated greedily and sampled, by plain `generate` and with each of the settings in
-`SETTINGS`, from the same seed. A prompt of a file is a line of text, or, in a `.jsonl` file, an
-object with `"prompt"` or `"messages"`.
+Every prompt is generated greedily and sampled, by plain `generate` and with each of the `settings`,
+from the same seed; lanes that the model cannot use are left out and named. A prompt of a file is a
+line of text, or, in a `.jsonl` file, an object with `"prompt"` or `"messages"`.
 
 Where two texts part, the script measures what rounding can explain. The token is selected once more
 by plain `generate`, after a forward over one token and after one over the whole text: `margin` is
@@ -21,7 +21,7 @@ code 1: some text differs. Exit code 2: the model or the prompts cannot be used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +30,7 @@ import torch
 import typer
 
 import ssr_hf
+from ssr_hf.cache.support import Unsupported
 from ssr_hf.cli.console import EXIT_NEGATIVE, InputError, out_console, write_json
 from ssr_hf.cli.loading import Session, open_session
 from ssr_hf.cli.options import ModelOptions, PlacementOptions
@@ -37,6 +38,8 @@ from ssr_hf.cli.prompts import Messages, Request, built_in_prompts, make_request
 from ssr_hf.cli.records import read_items
 from ssr_hf.cli.spreading import spread
 from ssr_hf.lanes import LANE_TYPES
+
+Settings = dict[str, ssr_hf.SelfSpeculationConfig]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -46,21 +49,35 @@ SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0, "min
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
 
 
-def settings(n_tokens: int) -> dict[str, ssr_hf.SelfSpeculationConfig]:
-    """What is checked, by name; where thinking is capped, an answer is reached in any case."""
+def settings(
+    n_tokens: int, markers: ssr_hf.SelfSpeculationConfig, lanes: Iterable[str]
+) -> Settings:
+    """What is checked, by name; where thinking is capped, an answer is reached in any case.
+
+    Args:
+        n_tokens (`int`): Length of each generation.
+        markers (`SelfSpeculationConfig`): The defaults, with the markers that were given.
+        lanes (`Iterable[str]`): Those that the model can use.
+    """
     early = max(1, n_tokens // 16)
-    fixed = ssr_hf.SelfSpeculationConfig(
-        draft_budget=early, max_draft_tokens=max(2, n_tokens // 4), adaptive=False
+    fixed = replace(
+        markers, draft_budget=early, max_draft_tokens=max(2, n_tokens // 4), adaptive=False
     )
     capped = replace(fixed, thinking_budget=max(2, n_tokens // 4))
     return {
-        "default": ssr_hf.SelfSpeculationConfig(),
+        "default": markers,
         "spans only": replace(fixed, reuse="suffix"),
         "capped, drafts repeated": replace(
             capped, draft_interval=early, max_draft_tokens=max(2, n_tokens // 8)
         ),
-        **{f"capped, {lane} lane": replace(capped, lane=lane) for lane in LANE_TYPES},
+        **{f"capped, {lane} lane": replace(capped, lane=lane) for lane in lanes},
     }
+
+
+def left_out_lanes(model: Any) -> dict[str, str]:
+    """Lanes that the model cannot use, with the reason."""
+    found = {name: lane.support(model) for name, lane in LANE_TYPES.items()}
+    return {name: s.reason for name, s in found.items() if isinstance(s, Unsupported)}
 
 
 @dataclass(frozen=True)
@@ -207,13 +224,15 @@ class Checker:
         return tuple(output.sequences[0, self.request.input_ids.shape[1] :].tolist())
 
 
-def check(session: Session, requests: list[Request], n_tokens: int, seed: int) -> Iterator[Result]:
+def check(
+    session: Session, requests: list[Request], configs: Settings, seed: int
+) -> Iterator[Result]:
     """Checks every prompt with every selection and setting."""
     for number, request in enumerate(requests):
         for selection, arguments in (("greedy", GREEDY), ("sampled", SAMPLED)):
             checker = Checker(session, request, arguments, seed)
             plain: dict[int | None, tuple[int, ...]] = {}
-            for name, config in settings(n_tokens).items():
+            for name, config in configs.items():
                 budget = config.thinking_budget
                 if budget not in plain:
                     plain[budget] = checker.plain(config)
@@ -278,8 +297,13 @@ def main(
     requests = [
         make_request(session, asked, raw, tokens) for asked in read_prompts(prompt, prompts)
     ]
+    left_out = left_out_lanes(session.model)
+    if not as_json:
+        for lane, reason in left_out.items():
+            out_console().print(f"lane {lane} is left out: {reason}", soft_wrap=True)
+    configs = settings(tokens, markers, [lane for lane in LANE_TYPES if lane not in left_out])
     found = []
-    for result in check(session, requests, tokens, seed):
+    for result in check(session, requests, configs, seed):
         found.append(result)
         if not as_json:
             out_console().print(_line(result), soft_wrap=True)
@@ -287,7 +311,8 @@ def main(
     passed = all(result.verdict in accepted for result in found)
     if as_json:
         listed = [{**asdict(result), "verdict": result.verdict} for result in found]
-        write_json({**session.facts(), "lossless": passed, "results": listed})
+        report = {"lossless": passed, "left_out": left_out, "results": listed}
+        write_json({**session.facts(), **report})
     else:
         out_console().print(session.describe(), "lossless" if passed else "NOT lossless", sep="\n")
     if not passed:

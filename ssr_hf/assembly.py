@@ -62,8 +62,13 @@ def decode(
         history = None
     if history is not None:
         history.bind(call.model.config.get_text_config(decoder=True).vocab_size)
-    loop = assemble(call, config, profile, history, steps)
+    longest_text = call.longest_text
+    loop = assemble(call, config, profile, history, steps, longest_text)
     loop.run(call.generation_config)
+    if len(loop.target.sequence) > longest_text:
+        loop.recorder.note(
+            f"nothing was proposed behind {longest_text} tokens, where positions change or end"
+        )
     stats = loop.recorder.stats(loop.tracker)
     if loop.steps is None:
         # Calls in which a small model wrote cost something else per token.
@@ -111,6 +116,7 @@ def assemble(
     profile: Profile,
     history: History | None,
     steps: StepRequest | None,
+    longest_text: int,
 ) -> SelfSpeculativeDecoding:
     """Puts the parts together; nothing is run but the one-time probe of the model."""
     recorder = Recorder(on_round=getattr(call.streamer, "on_round", None))
@@ -141,16 +147,20 @@ def assemble(
     return SelfSpeculativeDecoding(
         target=target,
         committer=committer,
-        proposer=Proposer(config, tracker, sequence, call.longest_text, pacer, history),
+        proposer=Proposer(config, tracker, sequence, longest_text, pacer, history),
         lane=lane,
         schedule=DraftSchedule(
-            config, lane, tracker, sequence, rules, call.longest_text, pacer, recorder
+            config, lane, tracker, sequence, rules, longest_text, pacer, recorder
         ),
         pacer=pacer,
         tracker=tracker,
         recorder=recorder,
         keeps_cache=call.keeps_cache,
-        steps=None if steps is None else _steps(steps, call, config, target, committer, tracker),
+        steps=(
+            None
+            if steps is None
+            else _steps(steps, call, config, target, committer, tracker, longest_text)
+        ),
     )
 
 
@@ -196,6 +206,7 @@ def _steps(
     target: Target,
     committer: Committer,
     tracker: PhaseTracker,
+    longest_text: int,
 ) -> StepSpeculation:
     return bind_steps(
         request,
@@ -206,7 +217,7 @@ def _steps(
         logits_processor=call.logits_processor,
         generation_config=call.generation_config,
         eos_token_ids=call.eos_token_ids,
-        max_length=call.longest_text,
+        max_length=longest_text,
         thinking_budget=config.thinking_budget,
         attention_mask=call.model_kwargs.get("attention_mask"),
     )

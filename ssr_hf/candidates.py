@@ -13,7 +13,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from .config import SUFFIX_SOURCES, SuffixConfig
 from .markers import Phase, PhaseTracker
 from .pacing import DRAFTING
-from .records import NO_CANDIDATES, Candidates, Draft, Verdict
+from .records import NO_CANDIDATES, Candidates, Draft, ForwardShape, Verdict
 from .suffix_index import HISTORY, History, SuffixIndex
 
 if TYPE_CHECKING:
@@ -134,9 +134,7 @@ class DraftGuesser:
         if previous is not None:
             self._generator.add_draft(previous)
 
-    def __call__(
-        self, token_ids: Sequence[int], room: int, n_pending: int, rows: int = 1, width: int = 0
-    ) -> Candidates:
+    def __call__(self, token_ids: Sequence[int], room: int, shape: ForwardShape) -> Candidates:
         """At most `room` candidates behind `token_ids`."""
         written = token_ids[self._n_seen :]
         pairs = zip(self._offered.token_ids, written, strict=False)
@@ -147,7 +145,7 @@ class DraftGuesser:
         self._offered = NO_CANDIDATES
         if room >= 1:
             candidates = self._generator.propose(token_ids, room)
-            self._offered = self._pacer.trim(candidates, DRAFTING, n_pending, rows, width)
+            self._offered = self._pacer.trim(candidates, DRAFTING, shape)
         return self._offered
 
 
@@ -182,12 +180,11 @@ class Proposer:
         if config.proposes_spans:
             self._generator.add("prompt", sequence.token_ids)
 
-    def propose(self, n_pending: int, rows: int) -> Candidates:
-        """The candidates of the next round, which feeds `n_pending` committed tokens as well.
+    def propose(self, shape: ForwardShape) -> Candidates:
+        """The candidates of the next round.
 
         Args:
-            n_pending (`int`): Committed tokens that are fed in front of the candidates.
-            rows (`int`): Batch rows of the forward.
+            shape (`ForwardShape`): What its forward feeds besides.
 
         Returns:
             `Candidates`: Possibly none.
@@ -201,10 +198,10 @@ class Proposer:
             return Candidates(self._tracker.remaining_closing()[:room], "marker")
         candidates = self._aligned_draft() if phase is Phase.ANSWERING else NO_CANDIDATES
         looks = not candidates.token_ids and self._proposes_spans(phase)
-        if looks and not self._pacer.rests(phase.value):
+        if looks and self._pacer.looks(phase.value):
             candidates = self._generator.propose(self._sequence.token_ids, room)
         candidates = candidates.first(min(room, len(candidates.token_ids)))
-        return self._pacer.trim(candidates, phase.value, n_pending, rows)
+        return self._pacer.trim(candidates, phase.value, shape)
 
     def _proposes_spans(self, phase: Phase) -> bool:
         if phase is Phase.THINKING and not self._config.suffix.speculates_while_thinking:
@@ -219,7 +216,12 @@ class Proposer:
         n_answer = self._tracker.n_answer
         answer = self._sequence.token_ids[len(self._sequence) - n_answer :]
         if n_answer < len(draft.token_ids) and draft.token_ids[:n_answer] == tuple(answer):
-            return Candidates(draft.token_ids[n_answer:], "draft", draft.proposals[n_answer:])
+            return Candidates(
+                draft.token_ids[n_answer:],
+                "draft",
+                draft.proposals[n_answer:],
+                stage=draft.branch_point.stage,
+            )
         self._unverified = None
         return NO_CANDIDATES
 

@@ -203,7 +203,7 @@ class SelfSpeculationConfig:
         )
         if self.draft_interval is not None:
             _require_int("draft_interval", self.draft_interval, minimum=1, hint="Set it to None")
-        _require_int("max_draft_tokens", self.max_draft_tokens, minimum=1, hint="Set it to 500")
+        _require_int("max_draft_tokens", self.max_draft_tokens, minimum=2, hint="Set it to 500")
         if self.thinking_budget is not None:
             _require_int("thinking_budget", self.thinking_budget, minimum=0, hint="Set it to None")
         _require_choice("reuse", self.reuse, REUSE_MODES)

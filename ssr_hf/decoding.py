@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from . import compat
-from .records import NO_CANDIDATES, NOTHING_COMMITTED, Candidates, Draft, Verdict
+from .records import (
+    NO_CANDIDATES,
+    NOTHING_COMMITTED,
+    Candidates,
+    Draft,
+    ForwardShape,
+    Verdict,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +106,7 @@ class SelfSpeculativeDecoding:
         """Candidates for the next round; none where a draft rides that cannot go at their pace."""
         if not self.lane.takes_candidates:
             return NO_CANDIDATES
-        proposed = self.proposer.propose(self.target.n_pending, self.lane.rows)
+        proposed = self.proposer.propose(ForwardShape(self.target.n_pending, self.lane.rows))
         candidates = self.schedule.limit(proposed)
         return candidates if self.steps is None else self.steps.refine(candidates)
 
@@ -117,9 +124,8 @@ class SelfSpeculativeDecoding:
         rows, n_drafted = self.lane.rows, self.lane.n_drafted
         entry = self.recorder.end_round(phase, n_fed, candidates, verdict, rows, n_drafted)
         self.pacer.observe(entry, candidates)
-        if candidates.source == "draft" and self.schedule.newest is not None:
-            stage = self.schedule.newest.branch_point.stage
-            self.recorder.prefix_verified(stage, verdict.n_accepted)
+        if candidates.source == "draft":
+            self.recorder.prefix_verified(candidates.stage, verdict.n_accepted)
         if self.steps is not None:
             self.steps.observe(verdict)
             self.take(self.schedule.hold(self.steps.is_due() and not verdict.finished))

@@ -57,11 +57,10 @@ class DraftSchedule:
         self._block = tracker.blocks
         self._budgets = config.draft_budgets
         if config.draft_budget is None:
-            self._budgets = (pacer.first_budget(*config.draft_budgets),)
+            self._budgets = tuple(map(pacer.first_budget, config.draft_budgets))
         self._next_budget: int | None = self._budget_after(0)
         self._is_held = False
-        # Whether a sampled draft is opened must not depend on what the one before it wrote.
-        self._drafts_pay = pacer.drafts_pay() if rules.samples else None
+        self._first_objection = pacer.objection()
         self.newest: Draft | None = None
 
     def hold(self, held: bool) -> Draft | None:
@@ -96,11 +95,9 @@ class DraftSchedule:
             `Draft` or `None`: The usable draft that ended now, if one did.
         """
         if finished and not self._stage and self._next_budget is not None:
-            self._recorder.note(
-                f"no draft was taken: thinking had fewer than {self._next_budget} tokens, the "
-                "first branch point"
-            )
-        thinking = self._tracker.phase is Phase.THINKING and not finished
+            self._give_up(self._why_never_due(self._next_budget))
+        # A text that only looked like the end of thinking for a moment is no reason to cut a draft.
+        thinking = self._tracker.is_open and not finished
         reopened = self._block != self._tracker.blocks
         # A parent that overtakes the longest text goes on in ways that no row can share.
         overtaken = len(self._sequence) >= self._max_length
@@ -112,12 +109,12 @@ class DraftSchedule:
             ended = self._collect(discard=finished or reopened)
         elif self._lane.is_open and not self._rules.samples and not self._pacer.lane_pays():
             self._recorder.note("the draft was cut: riding along cost more than it could save")
-            ended = self._collect(discard=finished)
+            ended = self._collect(discard=False)
             self._next_budget = None
         if reopened:
             self._begin_block()
-        may_branch = thinking and not self._lane.is_open and not self._is_held
-        if may_branch and self._is_due(self._tracker):
+        between = self._tracker.phase is not Phase.THINKING or self._is_held or finished
+        if not between and not self._lane.is_open and self._is_due(self._tracker):
             self._branch()
         return ended
 
@@ -143,7 +140,7 @@ class DraftSchedule:
     def _collect(self, discard: bool) -> Draft | None:
         draft = self._lane.collect(DraftStatus.DISCARDED if discard else DraftStatus.CUT)
         if not draft.token_ids:
-            draft = Draft(draft.branch_point, (), DraftStatus.DISCARDED, 0, draft.forwards)
+            draft = replace(draft, status=DraftStatus.DISCARDED)
         seconds = self._recorder.now() - self._opened_at
         self._recorder.draft(replace(draft, proposals=()), seconds)
         if discard or draft.status is DraftStatus.DISCARDED:
@@ -169,6 +166,11 @@ class DraftSchedule:
             return None
         return thinking_tokens + interval - (thinking_tokens - self._budgets[-1]) % interval
 
+    def _why_never_due(self, budget: int) -> str:
+        if self._tracker.n_thinking < budget:
+            return f"thinking had fewer than {budget} tokens, the first branch point"
+        return f"thinking ended in the round that reached the first branch point, {budget}"
+
     def _is_due(self, tracker: PhaseTracker) -> bool:
         return self._next_budget is not None and tracker.n_thinking >= self._next_budget
 
@@ -177,18 +179,22 @@ class DraftSchedule:
         self._next_budget = self._budget_after(n_thinking)
         max_tokens = min(self._config.max_draft_tokens, self._longest_answer())
         if max_tokens < SHORTEST_DRAFT:
-            self._next_budget = None
+            self._give_up("the text has no room for one")
             return
-        pays = self._pacer.drafts_pay() if self._drafts_pay is None else self._drafts_pay
-        if not pays:
-            self._recorder.note("no draft was taken: drafts have cost more than they saved")
-            self._next_budget = None
+        # Whether a sampled draft is opened must not depend on what the one before it wrote.
+        objection = self._first_objection if self._rules.samples else self._pacer.objection()
+        if objection is not None:
+            self._give_up(objection)
             return
         branch_point = BranchPoint(n_thinking, len(self._sequence), self._stage)
         self._stage += 1
         self._opened_at = self._recorder.now()
         writer = DraftWriter(branch_point, self._sequence, self._rules, max_tokens)
         self._lane.open(writer, self.newest)
+
+    def _give_up(self, reason: str) -> None:
+        self._recorder.note(f"no draft was taken: {reason}")
+        self._next_budget = None
 
     def _longest_answer(self) -> int:
         """Tokens of the longest answer that can still follow if thinking ended now."""

@@ -91,8 +91,9 @@ class HostCall:
     @property
     def longest_text(self) -> int:
         """Most tokens of a text that may hold candidates or drafts, prompt included."""
-        n_positions = self.input_ids.shape[1] + self._n_unseen
-        longest = compat.longest_uniform_text(self.model, n_positions) - self._n_unseen
+        n_unseen = self._n_unseen
+        n_positions = self.input_ids.shape[1] + n_unseen
+        longest = compat.longest_uniform_text(self.model, n_positions) - n_unseen
         limit = self.stopping_criteria.max_length
         return longest if limit is None else min(longest, limit)
 

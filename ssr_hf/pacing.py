@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from .profile import Calibration, Chain, Profile, average
-from .records import Candidates
+from .profile import Calibration, Chain, Profile, Rate, average
+from .records import Candidates, ForwardShape
 from .stats import Round, SpeculationStats
 
 # Estimates err, so candidates have to promise this many times what they cost.
@@ -26,8 +26,8 @@ DRAFTED_COST = 0.15
 FAST_STEP_SECONDS = 0.005
 RESTS_AFTER = 32
 ROUNDS_PER_LOOK = 4
-# Every so many calls, the drafting choice that looks worse is tried again, and half-way between, a
-# lane that looks worse.
+# Every so many calls, the drafting choice that looks worse is tried again. Half-way between, the
+# price of riding is forgotten: where it looks bad, no draft rides, and nothing would correct it.
 RETRY_CALLS = 16
 # The first draft branches so early that this many times the usual answer fits beside the thinking
 # that is left, but not before EARLIEST_BRANCH thinking tokens.
@@ -43,17 +43,11 @@ BLOCK_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384,
 class Pacer(Protocol):
     """Decides how much to speculate. It never sees tokens' logits and never changes a token."""
 
-    def rests(self, phase: str) -> bool:
-        """Whether to look for no candidates in this round."""
+    def looks(self, phase: str) -> bool:
+        """Counts a round, and says whether to look for candidates in it."""
 
-    def trim(
-        self, candidates: Candidates, phase: str, n_pending: int, rows: int = 1, width: int = 0
-    ) -> Candidates:
-        """The leading candidates that are worth offering.
-
-        The forward feeds `n_pending` tokens in front of them, and as much in each of its `rows`, at
-        least `width` tokens.
-        """
+    def trim(self, candidates: Candidates, phase: str, shape: ForwardShape) -> Candidates:
+        """The leading candidates that are worth offering in a forward of that shape."""
 
     def observe(self, entry: Round, candidates: Candidates) -> None:
         """Follows a round."""
@@ -68,8 +62,8 @@ class Pacer(Protocol):
     def first_budget(self, budget: int) -> int:
         """Where to branch first, in thinking tokens, if the user left it open."""
 
-    def drafts_pay(self) -> bool:
-        """Whether to open a draft now."""
+    def objection(self) -> str | None:
+        """Why to open no draft now; None where one promises to pay."""
 
     def lane_pays(self) -> bool:
         """Whether to keep the open draft."""
@@ -88,12 +82,10 @@ class FixedPacer:
     def __init__(self, lane: str = "auto") -> None:
         self.lane = "lockstep" if lane == "auto" else lane
 
-    def rests(self, phase: str) -> bool:
-        return False
+    def looks(self, phase: str) -> bool:
+        return True
 
-    def trim(
-        self, candidates: Candidates, phase: str, n_pending: int, rows: int = 1, width: int = 0
-    ) -> Candidates:
+    def trim(self, candidates: Candidates, phase: str, shape: ForwardShape) -> Candidates:
         return candidates
 
     def observe(self, entry: Round, candidates: Candidates) -> None:
@@ -105,8 +97,8 @@ class FixedPacer:
     def first_budget(self, budget: int) -> int:
         return budget
 
-    def drafts_pay(self) -> bool:
-        return True
+    def objection(self) -> str | None:
+        return None
 
     def lane_pays(self) -> bool:
         return True
@@ -125,42 +117,40 @@ class MeasuredPacer:
 
     def __init__(self, profile: Profile, lane: str = "auto") -> None:
         self.profile = profile
+        if self._is_call(RETRY_CALLS // 2):
+            profile.riding = Rate()
         self.lane = self._choose_lane() if lane == "auto" else lane
         self._skipped: dict[str, int] = {}
         self._probe_after: dict[str, int] = {}
         self._idle: dict[str, int] = {}
-        self._drafting = self._choose_drafting()
+        self._objection = self._object_to_drafts()
 
-    def rests(self, phase: str) -> bool:
+    def looks(self, phase: str) -> bool:
         idle = self._idle.get(phase, 0)
         self._idle[phase] = idle + 1
         is_fast = 0.0 < self.profile.step_seconds < FAST_STEP_SECONDS
-        return is_fast and idle > RESTS_AFTER and idle % ROUNDS_PER_LOOK > 0
+        return not is_fast or idle <= RESTS_AFTER or idle % ROUNDS_PER_LOOK == 0
 
-    def trim(
-        self, candidates: Candidates, phase: str, n_pending: int, rows: int = 1, width: int = 0
-    ) -> Candidates:
+    def trim(self, candidates: Candidates, phase: str, shape: ForwardShape) -> Candidates:
         # How much of a sampled draft is judged must not depend on where it ends: see `acceptance`.
         if not candidates.token_ids or candidates.source == "marker" or candidates.proposals:
             return candidates
         key = _key(candidates, phase)
-        size = self._best_size(key, candidates, n_pending, rows, width)
+        size = self._best_size(key, candidates, shape)
         if size > 0:
             self._idle[phase] = 0
         else:
             size = self._probe(key, len(candidates.token_ids))
         return candidates.first(size)
 
-    def _best_size(
-        self, key: str, candidates: Candidates, n_pending: int, rows: int, width: int
-    ) -> int:
-        cost_without = self.profile.cost.at(rows * max(n_pending, width))
+    def _best_size(self, key: str, candidates: Candidates, shape: ForwardShape) -> int:
+        cost_without = self.profile.cost.at(shape.n_fed(0))
         intercept, slope = self.profile.cost.fit()
         available = len(candidates.token_ids)
         sizes = [*(size for size in BLOCK_SIZES if size < available), available]
         best, best_gain = 0, 0.0
         for size, saved in zip(sizes, self._expected(key, candidates, sizes), strict=True):
-            cost_with = intercept + slope * rows * max(n_pending + size, width)
+            cost_with = intercept + slope * shape.n_fed(size)
             gain = saved - MARGIN * (max(1.0, cost_with) - cost_without)
             if gain > best_gain:
                 best, best_gain = size, gain
@@ -214,19 +204,19 @@ class MeasuredPacer:
         room = profile.thinking_tokens - DRAFT_ROOM * profile.answer_tokens
         return min(budget, max(EARLIEST_BRANCH, int(room)))
 
-    def drafts_pay(self) -> bool:
-        # A draft that does not ride is judged by whole calls alone.
-        return self._drafting and (self.lane != "lockstep" or self._riding_pays())
+    def objection(self) -> str | None:
+        if self._objection is None and not self.lane_pays():
+            return "riding along would cost more than a draft can save"
+        return self._objection
 
     def lane_pays(self) -> bool:
+        # A draft that does not ride is judged by whole calls alone.
         return self.lane != "lockstep" or self._riding_pays()
 
     def _choose_lane(self) -> str:
         """Lets drafts ride, unless they are cheaper in the foreground, written like any answer."""
         alone = self.profile.answer_cost.get("plain")
-        rides = alone is None or alone >= self._riding_price()
-        # What riding costs is seen only where drafts ride.
-        return "lockstep" if rides or self._retries(RETRY_CALLS // 2) else "sequential"
+        return "lockstep" if alone is None or alone >= self._riding_price() else "sequential"
 
     def _riding_pays(self) -> bool:
         return self._riding_price() < self._undrafted_cost() - DRAFTED_COST
@@ -244,18 +234,20 @@ class MeasuredPacer:
         without = entry.n_committed * self.profile.thinking.value(prior=1.0)
         return self.profile.round_cost(entry) - without
 
-    def _choose_drafting(self) -> bool:
-        """Drafts if answers become cheaper by more than drafts cost, and until that is known."""
+    def _object_to_drafts(self) -> str | None:
+        """Drafts pay if answers become cheaper by more than they cost, and until that is known."""
         profile = self.profile
         known = profile.answer_cost
-        retry = self._retries(RETRY_CALLS)
-        if "drafts" not in known:
-            # A draft was in vain where thinking never ended.
-            return profile.draft_cost == 0.0 or retry
-        saved = (self._undrafted_cost() - known["drafts"]) * profile.answer_tokens
-        return (saved > profile.draft_cost) != retry
+        # A draft was in vain where thinking never ended.
+        pays = profile.draft_cost == 0.0
+        if "drafts" in known:
+            saved = (self._undrafted_cost() - known["drafts"]) * profile.answer_tokens
+            pays = saved > profile.draft_cost
+        if self._is_call(RETRY_CALLS):
+            return "this call measures what answers cost without one" if pays else None
+        return None if pays else "drafts have cost more than they saved"
 
-    def _retries(self, n_th: int) -> bool:
+    def _is_call(self, n_th: int) -> bool:
         """Whether this call is the `n_th` of every `RETRY_CALLS`."""
         return self.profile.calls % RETRY_CALLS == n_th - 1
 
@@ -278,10 +270,21 @@ class MeasuredPacer:
 
     def _draft_cost(self, stats: SpeculationStats) -> float:
         """What the drafts of a call cost, in single-token rounds."""
-        if self.lane == "lockstep":
-            added = sum(self._added_cost(entry) for entry in stats.rounds if entry.rows == 2)
-            return max(0.0, added)
-        return sum(draft.seconds for draft in stats.drafts) / self.profile.step_seconds
+        step = self.profile.step_seconds
+        cost = 0.0
+        for draft in stats.drafts:
+            end = draft.start + draft.seconds
+            beside = [entry for entry in stats.rounds if draft.start <= entry.start < end]
+            # Between rounds a draft is opened, and written where it has the foreground.
+            cost += (draft.seconds - sum(entry.seconds for entry in beside)) / step
+            cost += sum(self._slowdown(entry) for entry in beside)
+        return max(0.0, cost)
+
+    def _slowdown(self, entry: Round) -> float:
+        """What a round costs more because of the draft in it or beside it."""
+        if entry.rows == 2:
+            return self._added_cost(entry)
+        return entry.seconds / self.profile.step_seconds - self.profile.round_cost(entry)
 
 
 def _key(candidates: Candidates, phase: str) -> str:

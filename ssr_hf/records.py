@@ -43,7 +43,6 @@ class Draft:
         token_ids (`tuple[int, ...]`): The answer so far, without the end-of-thinking marker.
         status (`DraftStatus`): How it ended.
         inherited (`int`): Leading tokens taken over from the previous draft (bootstrapping).
-        forwards (`int`): Forwards the draft caused or rode in.
         proposals (`tuple[Proposal, ...]`): What each token was drawn from; empty unless sampled.
     """
 
@@ -51,8 +50,23 @@ class Draft:
     token_ids: tuple[int, ...]
     status: DraftStatus
     inherited: int = 0
-    forwards: int = 0
     proposals: tuple[Proposal, ...] = ()
+
+
+class ForwardShape(NamedTuple):
+    """What a forward feeds beside candidates.
+
+    `n_pending` committed tokens in front of them; as much in each of its `rows`, and at least
+    `width` tokens.
+    """
+
+    n_pending: int
+    rows: int = 1
+    width: int = 0
+
+    def n_fed(self, n_candidates: int) -> int:
+        """Tokens of the forward with so many candidates, over all rows."""
+        return self.rows * max(self.n_pending + n_candidates, self.width)
 
 
 class Candidates(NamedTuple):
@@ -63,12 +77,14 @@ class Candidates(NamedTuple):
     of a small model), `"assistant"` (a few tokens of it) or `"none"`.
     `proposals` says what each token was drawn from where that is known, else it is empty.
     `chances` are estimated probabilities that the candidates are right up to each one, if known.
+    `stage` is that of the draft.
     """
 
     token_ids: tuple[int, ...] = ()
     source: str = "none"
     proposals: tuple[Proposal, ...] = ()
     chances: tuple[float, ...] = ()
+    stage: int = 0
 
     def proposal(self, position: int) -> Proposal | None:
         """What the token at `position` was drawn from; None where it was not drawn."""

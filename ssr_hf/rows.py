@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from transformers import GenerationConfig
 from . import compat
 from .cache.checkpoint import Checkpoint
 from .cache.fork import add_row, allows_holes, compact, join, retire_row, strip_padding
-from .cache.support import deviation, kernels_of, probe_ids, tolerance
+from .cache.support import asked_once, deviation, probe_ids, tolerance
 from .target import Target
 from .tokens import TokenSequence
 
@@ -193,19 +192,13 @@ def row_support(target: Target) -> RowSupport:
         `RowSupport`: What may be done.
     """
     model = target.model
-    known = _probed.setdefault(model, {})
-    kernels = kernels_of(model)
-    if kernels not in known:
-        known[kernels] = _probe(model)
+    probed = asked_once(model, "rows", lambda: _probe(model))
     positions = target.kwargs.get("position_ids")
     has_positions = positions is not None and positions.dim() == 2
     holes = has_positions and allows_holes(target.cache, model.config)
-    return RowSupport(holes and known[kernels].holes, known[kernels].padding)
+    return RowSupport(holes and probed.holes, probed.padding)
 
 
-_probed: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], RowSupport]] = (
-    weakref.WeakKeyDictionary()
-)
 PROBE_PREFIX, PROBE_TOKENS = 4, 4
 
 

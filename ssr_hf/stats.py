@@ -20,8 +20,8 @@ class Round(NamedTuple):
     proposed its candidates, `n_fed` how many tokens the forward read in each row, `n_proposed` how
     many of them were candidates, `n_accepted` how many of those were committed, `n_committed` how
     many tokens were emitted (the accepted ones and the model's own), `rows` 2 while a draft rode in
-    the same forward, `start` and `seconds` wall-clock time since the call began, `n_drafted` tokens
-    that the riding draft wrote.
+    the same forward, `start` the seconds since the call began, `seconds` how long the round took,
+    `n_drafted` tokens that the riding draft wrote.
 
     Example:
 
@@ -98,9 +98,11 @@ class SpeculationStats:
     Args:
         rounds (`tuple[Round, ...]`): Every round, in order.
         drafts (`tuple[DraftReport, ...]`): Every draft, in order.
-        thinking_tokens (`int`): Emitted tokens up to and including the end-of-thinking marker.
-        answer_tokens (`int`): Emitted tokens after the marker (all, if nothing was thought).
-        thinking_ended (`bool`): Whether an end-of-thinking marker was reached.
+        thinking_tokens (`int`): Emitted tokens up to and including the end-of-thinking marker, of
+            every block of thinking.
+        answer_tokens (`int`): Emitted tokens after a marker (all, if nothing was thought).
+        thinking_ended (`bool`): Whether the end-of-thinking marker was reached and thinking was not
+            opened again.
         notes (`tuple[str, ...]`): Decisions worth knowing, such as why nothing was proposed.
 
     Example:
@@ -279,12 +281,14 @@ class Recorder:
     def stats(self, tracker: PhaseTracker) -> SpeculationStats:
         """The figures of the finished generation."""
         new_tokens = sum(r.n_committed for r in self._rounds)
+        has_thought = tracker.blocks or tracker.n_closed
+        n_answered = tracker.n_answered if has_thought else new_tokens
         return SpeculationStats(
             rounds=tuple(self._rounds),
             drafts=tuple(self._reports()),
-            thinking_tokens=new_tokens - tracker.n_answer if tracker.blocks else 0,
-            answer_tokens=tracker.n_answer if tracker.blocks else new_tokens,
-            thinking_ended=tracker.blocks > 0 and not tracker.is_open,
+            thinking_tokens=new_tokens - n_answered,
+            answer_tokens=n_answered,
+            thinking_ended=tracker.n_closed > 0 and not tracker.is_open,
             notes=tuple(self._notes),
         )
 

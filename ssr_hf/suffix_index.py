@@ -312,10 +312,6 @@ class SuffixIndex:
         for token in token_ids:
             append(token)
 
-    def clear(self, source: str) -> None:
-        """Forget all sequences of `source`; its rank stays."""
-        self._automata[source] = self._empty()
-
     def propose(
         self,
         context: Sequence[int],
@@ -323,7 +319,6 @@ class SuffixIndex:
         max_tokens: int,
         factor: float,
         min_probability: float = 0.0,
-        min_match: int = 1,
     ) -> Span | None:
         """The span to verify after `context`, or `None` where there is none.
 
@@ -349,8 +344,6 @@ class SuffixIndex:
                 A span ends before its probability falls below this. A token is worth its place when
                 its probability exceeds the cost of one more candidate over the cost of one emitted
                 token.
-            min_match (`int`, *optional*, defaults to 1):
-                A shorter match proposes nothing.
 
         Returns:
             `Span` or `None`: One to `min(max_tokens, int(factor * match_length))` tokens.
@@ -358,7 +351,7 @@ class SuffixIndex:
         suffix = context[-self.max_match :]
         with self._history.lock if self._history is not None else nullcontext():
             found: tuple[str, _Automaton] | None = None
-            node, matched = _ROOT, max(min_match, 1) - 1
+            node, matched = _ROOT, 0
             for source, automaton in self._searched():
                 state, length = automaton.match(suffix)
                 if length > matched:

@@ -152,7 +152,7 @@ class Target:
         if self.n_pending <= 1:
             return
         n_tokens = self.n_pending - 1
-        kwargs = compat.grow_kwargs(self.model, self.kwargs, 0, None)
+        kwargs = dict(self.kwargs)
         for name in compat.PER_TOKEN_KWARGS:
             if kwargs.get(name) is not None:
                 kwargs[name] = kwargs[name][..., :-1]

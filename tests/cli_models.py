@@ -53,8 +53,8 @@ class Oracle:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def save_model(directory: Path, tokenizer: Any) -> Path:
-    """Saves a random Qwen3 of two layers that fits `tokenizer`."""
+def save_model(directory: Path, tokenizer: Any, **settings: Any) -> Path:
+    """Saves a random Qwen3 of two layers that fits `tokenizer`; `settings` go into its config."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -69,6 +69,7 @@ def save_model(directory: Path, tokenizer: Any) -> Path:
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
+        **settings,
     )
     model = Qwen3ForCausalLM(config)
     # The next token then follows from the last one alone, so that text repeats and drafts hold.
@@ -84,6 +85,12 @@ def save_model(directory: Path, tokenizer: Any) -> Path:
 def save_thinking_model(directory: Path) -> Path:
     """A model whose tokenizer has `<think>` and `</think>`."""
     return save_model(directory, family_tokenizer(THINKING))
+
+
+def save_model_without_stream(directory: Path) -> Path:
+    """A thinking model whose rotary positions forbid a second thread, and so the stream lane."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    return save_model(directory, family_tokenizer(THINKING), rope_parameters=rope)
 
 
 def save_gguf(path: Path) -> Path:

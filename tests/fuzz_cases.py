@@ -200,7 +200,7 @@ def _settings(rng: random.Random, words: _Words) -> Arguments:
         "end_of_thinking": words.marker(),
         "draft_budget": rng.choice([1, 2, 3, 5, 8, 13, (1, 2), (3, 9), (2, 5, 20)]),
         "draft_interval": rng.choice([None, None, 1, 2, 5, 11]),
-        "max_draft_tokens": rng.choice([1, 2, 3, 5, 8, 20, 200]),
+        "max_draft_tokens": rng.choice([2, 2, 3, 5, 8, 20, 200]),
         "lane": rng.choice(["auto", *LANE_TYPES]),
         "reuse": rng.choice([*REUSE_MODES, *["prefix+suffix"] * 6]),
         "adaptive": rng.random() < 0.2,

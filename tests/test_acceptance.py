@@ -23,7 +23,7 @@ from ssr_hf import SelfSpeculationConfig, ThinkingBudgetLogitsProcessor, Thinkin
 from ssr_hf.acceptance import Proposal, draft_seed, judged_distribution
 from ssr_hf.pacing import MeasuredPacer
 from ssr_hf.profile import Profile
-from ssr_hf.records import Candidates
+from ssr_hf.records import Candidates, ForwardShape
 
 EOS, MARKER = 0, 2
 TOLERANCE = 1e-5
@@ -96,8 +96,8 @@ def test_no_measurement_decides_how_much_of_a_sampled_draft_is_judged() -> None:
     proposal = Proposal(1, torch.ones(3) / 3)
     greedy = Candidates((1,) * 8, "draft")
     sampled = greedy._replace(proposals=(proposal,) * 8)
-    assert len(pacer.trim(greedy, "answering", 1).token_ids) < 8
-    assert pacer.trim(sampled, "answering", 1) == sampled
+    assert len(pacer.trim(greedy, "answering", ForwardShape(1)).token_ids) < 8
+    assert pacer.trim(sampled, "answering", ForwardShape(1)) == sampled
 
 
 @functools.cache

@@ -10,11 +10,17 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from cli_models import save_gguf, save_thinking_model, save_unmarked_model
+from cli_models import (
+    save_gguf,
+    save_model_without_stream,
+    save_thinking_model,
+    save_unmarked_model,
+)
 from transformers import Qwen3ForCausalLM
 from typer.testing import CliRunner, Result
 
 from ssr_hf import SelfSpeculationConfig
+from ssr_hf.lanes import LANE_TYPES
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "check_lossless.py"
 N_TOKENS = 40
@@ -68,7 +74,8 @@ def test_honest_model_passes(script: ModuleType, model_dir: Path) -> None:
     report = json.loads(result.stdout)
     assert result.exit_code == 0
     assert report["lossless"] is True
-    settings = script.settings(N_TOKENS)
+    settings = script.settings(N_TOKENS, SelfSpeculationConfig(), LANE_TYPES)
+    assert report["left_out"] == {}
     assert len(report["results"]) == 2 * 2 * len(settings)
     assert {r["verdict"] for r in report["results"]} == {"same"}
     assert {r["selection"] for r in report["results"]} == {"greedy", "sampled"}
@@ -160,6 +167,29 @@ def test_gguf_file(script: ModuleType, tmp_path: Path) -> None:
     result = run(script, path, "--prompt", "Why?", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["lossless"] is True
+
+
+def test_lane_that_the_model_cannot_use(script: ModuleType, tmp_path: Path) -> None:
+    """A check that ends at the first lane that is refused, or passes over it in silence."""
+    directory = save_model_without_stream(tmp_path)
+    result = run(script, directory, "--prompt", "Why?", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert list(report["left_out"]) == ["stream"]
+    lanes = {r["setting"] for r in report["results"] if r["setting"].endswith("lane")}
+    assert lanes == {"capped, lockstep lane", "capped, sequential lane"}
+    assert "lane stream is left out: its rotary" in run(script, directory, "--prompt", "a").stdout
+
+
+def test_given_marker(script: ModuleType, tmp_path: Path) -> None:
+    """A marker that finds the model usable and is forgotten where it is checked."""
+    directory = save_unmarked_model(tmp_path)
+    arguments = ("--prompt", "Why?", "--end-of-thinking", "</done>", "--json")
+    result = run(script, directory, *arguments)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["lossless"] is True
+    assert any(r["setting"].startswith("capped") for r in report["results"])
 
 
 def test_wrong_input_is_exit_code_2(script: ModuleType, model_dir: Path, tmp_path: Path) -> None:

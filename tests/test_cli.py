@@ -11,12 +11,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cli_models import CONTEXT, Oracle, save_gguf, save_thinking_model, save_unmarked_model
+from cli_models import (
+    CONTEXT,
+    Oracle,
+    save_gguf,
+    save_model_without_stream,
+    save_thinking_model,
+    save_unmarked_model,
+)
 from typer.testing import CliRunner, Result
 
 import ssr_hf
 from ssr_hf import SpeculationStats, cli
+from ssr_hf.cache.support import Unsupported
 from ssr_hf.cli.check import _tried
+from ssr_hf.cli.options import SpeculationOptions, without_history
 
 N_TOKENS, BUDGET = 48, 24
 SHORT = ["-n", N_TOKENS, "--thinking-budget", BUDGET, "--draft-budget", 6, "--no-adaptive"]
@@ -101,6 +110,12 @@ WRONG_INPUT = {
     "reuse": (["demo", "--reuse", "all"], "reuse is 'all'"),
     "dtype": (["demo", "--dtype", "int8"], "--dtype is 'int8'"),
     "device": (["demo", "--device", "abacus"], "--device 'abacus'"),
+    "device without memory": (["demo", "--device", "meta"], "--device 'meta' cannot be used"),
+    "device of an add-on": (["demo", "--device", "hpu"], "--device 'hpu' cannot be used"),
+    "prompt, bytes": (["demo", "-m", "MODEL", "-p", "a\udcff"], "holds '\\udcff', half"),
+    "prompt, bytes, raw": (["trace", "-m", "MODEL", "--raw", "-p", "a\udcff"], "'\\udcff', half"),
+    "no config file": (["demo", "--config", "/no/such/file"], "/no/such/file cannot be read"),
+    "two configs": (["demo", "--config", "a.json", "--reference"], "--reference and --config"),
     "picture format": (["trace", "--plot", "a.xyz"], "--plot"),
 }
 
@@ -156,6 +171,84 @@ def test_demo_json(model_dir: Path) -> None:
     assert report["median"]["speed_up"]["answer_seconds"] == ratios[1]
 
 
+def test_demo_of_one_prompt_replays_nothing(model_dir: Path) -> None:
+    """Later runs of the user's prompt that copy the first, shown as the gain of the method."""
+
+    def sources(*arguments: object) -> list[str]:
+        result = run("demo", "-m", model_dir, "-n", 16, "--runs", 2, "--json", *arguments)
+        return json.loads(result.stdout)["config"]["suffix"]["sources"]
+
+    assert sources("-p", PROMPT) == ["draft", "prompt", "thinking", "answer"]
+    assert "history" in sources()
+
+
+@pytest.mark.parametrize(("reuse", "left"), [("prefix+suffix", "prefix"), ("suffix", "none")])
+def test_without_history_nothing_may_be_left(reuse: str, left: str) -> None:
+    """A refusal of settings whose only source is the history."""
+    only = ssr_hf.SelfSpeculationConfig(reuse=reuse, suffix={"sources": "history"})
+    assert without_history(only).reuse == left
+
+
+def test_demo_refuses_another_text(tmp_path: Path) -> None:
+    """Rejection sampling, which writes another text by design, reported as a failure."""
+    path = tmp_path / "config.json"
+    path.write_text('{"acceptance": "rejection_sampling"}')
+    result = run("demo", "--config", path, "-t", 0.8)
+    assert result.exit_code == 2 and "acceptance is 'rejection_sampling'" in result.stderr
+
+
+def test_config_of_a_file(tmp_path: Path) -> None:
+    """A setting without an option of its own that gets lost, or a file that beats an option."""
+    settings = ssr_hf.SelfSpeculationConfig(
+        acceptance="rejection_sampling",
+        draft_budget=(32, 64),
+        suffix=ssr_hf.SuffixConfig(factor=2.0, min_probability=0.5, sources=("prompt",)),
+    )
+    path = tmp_path / "config.json"
+    path.write_text(settings.to_json())
+    assert SpeculationOptions(config_file=path).config() == settings
+    given = SpeculationOptions(config_file=path, lane="stream", suffix_max_match=3).config()
+    suffix = replace(settings.suffix, max_match=3)
+    assert given == replace(settings, lane="stream", suffix=suffix)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"\xff", "cannot be read"),
+        (b"{", "not JSON"),
+        (b"[]", "cannot be used"),
+        (b'{"lanes": "stream"}', "Did you mean 'lane'?"),
+        (b'{"suffix": {"factor": 0}}', "suffix.factor is 0"),
+        (b'{"max_draft_tokens": ' + b"9" * 5000 + b"}", "4300 digits"),
+    ],
+)
+def test_unusable_config_file(data: bytes, expected: str, tmp_path: Path) -> None:
+    """A traceback, or a message that names neither the file nor what is wrong in it."""
+    path = tmp_path / "config.json"
+    path.write_bytes(data)
+    result = run("trace", "--config", path)
+    assert result.exit_code == 2
+    assert expected in result.stderr and f"--config {path}" in result.stderr
+
+
+@pytest.mark.parametrize("damage", ["weights", "shapes", "tokenizer"])
+def test_damaged_model(damage: str, tmp_path: Path) -> None:
+    """A traceback of whatever reads the file, in place of a message."""
+    directory = save_thinking_model(tmp_path)
+    if damage == "weights":
+        path = directory / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-100])
+    elif damage == "shapes":
+        path = directory / "config.json"
+        path.write_text(path.read_text().replace('"hidden_size": 32', '"hidden_size": 64'))
+    else:
+        (directory / "tokenizer.json").write_text("{}")
+    result = run("check", directory)
+    assert result.exit_code == 2
+    assert f"The model {str(directory)!r} cannot be loaded" in result.stderr
+
+
 def test_demo_says_no(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A verdict that is always yes."""
     alter_last_token(monkeypatch, "demo")
@@ -190,6 +283,44 @@ def test_check(model_dir: Path) -> None:
     assert findings["cache"]["text"] == "2 DynamicLayer"
     assert "'</think>'" in findings["markers"]["text"]
     assert all("48 tokens the same" in findings[lane]["text"] for lane in lanes)
+
+
+def test_check_passes_over_a_lane_that_the_model_cannot_use(tmp_path: Path) -> None:
+    """A model that is accelerated, reported as wrong input because one lane is not for it."""
+    result = run("check", save_model_without_stream(tmp_path), "--tokens", 48, "--json")
+    assert result.exit_code == 0, result.output
+    findings = {finding["name"]: finding for finding in json.loads(result.stdout)["findings"]}
+    assert findings["lane stream"]["passed"] is None
+    assert "its rotary positions" in findings["lane stream"]["text"]
+    assert findings["lane sequential"]["passed"] and findings["sampling, seeded"]["passed"]
+
+
+def test_check_judges_no_other_note(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A remark about the drafts that counts as a failed probe."""
+    original = ssr_hf.cli.running.run_speculative
+
+    def remarking(*args: Any) -> Any:
+        outcome = original(*args)
+        return replace(outcome, speculation=replace(outcome.stats, notes=("no draft was taken",)))
+
+    monkeypatch.setattr("ssr_hf.cli.check.run_speculative", remarking)
+    result = run("check", model_dir, "--tokens", 32, "--json")
+    assert result.exit_code == 0, result.output
+    findings = {finding["name"]: finding for finding in json.loads(result.stdout)["findings"]}
+    assert findings["probe"]["passed"] is True
+    assert findings["note"] == {"name": "note", "passed": None, "text": "no draft was taken"}
+
+
+def test_check_tells_a_failed_probe(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is only decoded plainly, reported as accelerated."""
+    refusal = Unsupported("it gives other logits", "Use plain generate")
+    monkeypatch.setattr("ssr_hf.cache.support._probe", lambda *_: refusal)
+    result = run("check", model_dir, "--tokens", 32, "--json")
+    assert result.exit_code == 1
+    findings = {finding["name"]: finding for finding in json.loads(result.stdout)["findings"]}
+    assert findings["probe"]["passed"] is False
+    assert "it gives other logits" in findings["probe"]["text"]
+    assert "speculation" not in findings
 
 
 def test_check_of_nothing_is_no_check() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cli_models import CONTEXT, Oracle, save_thinking_model
 from test_cli import BUDGET, N_TOKENS, PROMPT, SHORT, run
+from typer.testing import Result
 
 PROMPTS = {"a": "One.", "b": "Two.", "c": "Three."}
 
@@ -78,6 +81,24 @@ def test_prompt_from_a_pipe(model_dir: Path, oracle: Oracle) -> None:
     assert result.stdout == oracle.text(PROMPT, N_TOKENS, BUDGET, do_sample=False) + "\n"
 
 
+def test_prompt_from_a_pipe_is_utf8(
+    model_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt read in the locale's encoding, line breaks of Windows, bytes that are no text."""
+    prompt = "Zähle\ndie Enten."
+
+    def piped(data: bytes) -> Result:
+        stdin = io.TextIOWrapper(io.BytesIO(data), encoding="latin-1")
+        monkeypatch.setattr("ssr_hf.cli.prompts.sys", SimpleNamespace(stdin=stdin))
+        return run("generate", "-m", model_dir, "--prompt-file", "-", *SHORT)
+
+    expected = oracle.text(prompt, N_TOKENS, BUDGET, do_sample=False) + "\n"
+    assert piped(prompt.encode()).stdout == expected
+    assert piped(prompt.replace("\n", "\r\n").encode()).stdout == expected
+    result = piped(b"\xff")
+    assert result.exit_code == 2 and "--prompt-file - cannot be read" in result.stderr
+
+
 def test_raw_prompt(model_dir: Path, oracle: Oracle) -> None:
     """A chat template that is applied where it was declined."""
     result = run("generate", "-m", model_dir, "-p", PROMPT, "--raw", "-n", 8, "--json")
@@ -104,6 +125,16 @@ def test_record_of_a_prompt(model_dir: Path, oracle: Oracle, tmp_path: Path) -> 
     for _ in range(2):
         assert run(*arguments, "-o", path).exit_code == 0
     assert [entry["id"] for entry in read_records(path)] == [1, 2]
+
+
+def test_record_of_a_prompt_has_an_id_of_its_own(model_dir: Path, tmp_path: Path) -> None:
+    """A second record with an id that is there already, or a repair that nobody is told of."""
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"id": 2}\n{"id": 1}\n{"id": "a"}\n{"id": 4}\n{"id": 5, "te')
+    result = run("generate", "-m", model_dir, "-p", PROMPT, *SHORT, "--json", "-o", path)
+    assert result.exit_code == 0
+    assert [entry["id"] for entry in read_records(path)] == [2, 1, "a", 4, 3]
+    assert "incomplete last line" in result.stderr
 
 
 def test_text_file_is_appended_to(model_dir: Path, oracle: Oracle, tmp_path: Path) -> None:
@@ -150,6 +181,33 @@ def test_records_and_bad_lines(model_dir: Path, oracle: Oracle, tmp_path: Path) 
         "line 14  the number, which stands in for an id, 14 is the id of line 13, too" in reported
     )
     assert "9 lines could not be used" in result.stderr
+
+
+def test_lines_that_cannot_be_written_again(tmp_path: Path, model_dir: Path) -> None:
+    """A traceback from one line, after which all others are lost."""
+    source = write_lines(
+        tmp_path / "in.jsonl",
+        r'{"id": 1, "prompt": "\ud800"}',
+        r'{"id": 2, "prompt": "a", "topic": "\udfff"}',
+        '{"id": %s, "prompt": "a"}' % ("9" * 5000),
+        '{"prompt": ' + "[" * 100_000,
+        {"id": "a", "prompt": PROMPTS["a"]},
+    )
+    result = run("generate", "-m", model_dir, "-i", source, *SHORT)
+    assert result.exit_code == 2
+    assert [json.loads(line)["id"] for line in result.stdout.splitlines()] == ["a"]
+    assert r"line 1  The text holds '\ud800'" in result.stderr
+    assert "line 3  cannot be read as JSON" in result.stderr
+    assert "4 lines could not be used" in result.stderr
+
+
+def test_raw_messages(model_dir: Path, tmp_path: Path) -> None:
+    """A chat template said to be missing where it was declined."""
+    chat = {"id": "b", "messages": [{"role": "user", "content": PROMPTS["b"]}]}
+    source = write_lines(tmp_path / "in.jsonl", chat)
+    result = run("generate", "-m", model_dir, "-i", source, "--raw")
+    assert result.exit_code == 2
+    assert "--raw takes text" in result.stderr and "has no chat template" not in result.stderr
 
 
 def test_resuming(model_dir: Path, source: Path, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"draft_budget": (5, 5)}, r"draft_budget is \(5, 5\).*increasing"),
     ({"draft_budget": (9, 5)}, r"draft_budget is \(9, 5\).*increasing"),
     ({"draft_interval": 0}, "draft_interval is 0"),
-    ({"max_draft_tokens": 0}, "max_draft_tokens is 0"),
+    ({"max_draft_tokens": 1}, "max_draft_tokens is 1"),
     ({"max_draft_tokens": None}, "max_draft_tokens is None"),
     ({"thinking_budget": -1}, "thinking_budget is -1.*at least 0"),
     ({"draft_budget": 9, "thinking_budget": 9}, "draft_budget is 9 and thinking_budget is 9"),

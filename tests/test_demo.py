@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
+import time
 from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from cli_models import Oracle, save_thinking_model
 
 import ssr_hf
+from ssr_hf.cache import support
 from ssr_hf.demo import build_app
 from ssr_hf.demo.app import coloured, respond
-from ssr_hf.demo.streaming import stream
+from ssr_hf.demo.streaming import Pieces, _end_tokens, _LabelledText, stream
 
 PROMPT = "Count the ducks."
 N_TOKENS, BUDGET = 48, 24
@@ -38,7 +44,7 @@ def test_stream_equals_plain_generate(oracle: Oracle) -> None:
     shown = [token for token in ids if token != oracle.tokenizer.eos_token_id]
     expected = oracle.tokenizer.decode(shown)
     text = "".join(piece for piece, _ in progress.pieces)
-    assert text == expected[: len(text)] and not expected[len(text) :].strip("\ufffd")
+    assert text == expected
     stats = progress.output.speculation
     assert seen[-1] == N_TOKENS and len(seen) == stats.forwards + 1 and seen == sorted(seen)
     assert progress.accepted["draft"] == stats.accepted_prefix
@@ -48,6 +54,50 @@ def test_stream_equals_plain_generate(oracle: Oracle) -> None:
     assert all(
         one[1] != other[1] for one, other in zip(progress.pieces, progress.pieces[1:], strict=False)
     )
+
+
+def test_a_late_reader_costs_no_time(oracle: Oracle) -> None:
+    """A slow page shown as slow generation."""
+    began = time.perf_counter()
+    for progress in stream(oracle.model, oracle.tokenizer, PROMPT, CONFIG, N_TOKENS):
+        if progress.n_tokens == 1:
+            while progress.output is None and time.perf_counter() - began < 60:
+                time.sleep(0.01)
+            done = time.perf_counter() - began
+            time.sleep(0.5)
+    assert 0 < progress.seconds < done + 0.25
+    assert progress.seconds >= progress.output.speculation.rounds[-1].start
+
+
+def test_end_tokens_and_last_characters(oracle: Oracle) -> None:
+    """Text that loses what no token completed, or shows tokens that only end it."""
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[65, 66]))
+    hidden = _end_tokens(model, oracle.tokenizer)
+    assert {65, 66, oracle.tokenizer.eos_token_id} <= hidden and None not in hidden
+    pieces: Pieces = []
+    text = _LabelledText(oracle.tokenizer, pieces, hidden)
+    unfinished = oracle.tokenizer.encode("é", add_special_tokens=False)[0]
+    for token_id in (67, 65, *oracle.tokenizer.encode("\n"), 67, unfinished, 66):
+        text.push(token_id, "draft")
+    text.finish()
+    letter = oracle.tokenizer.decode([67])
+    assert pieces == [(f"{letter}\n{letter}\ufffd", "draft")]
+
+
+def test_a_token_costs_the_same_in_long_texts(oracle: Oracle) -> None:
+    """The whole text decoded once more for each of its tokens."""
+    longest = 0
+
+    class Watched:
+        def decode(self, token_ids: list[int], **settings: Any) -> str:
+            nonlocal longest
+            longest = max(longest, len(token_ids))
+            return oracle.tokenizer.decode(token_ids, **settings)
+
+    text = _LabelledText(Watched(), [], frozenset())
+    for token_id in oracle.tokenizer.encode("a row\n" * 50, add_special_tokens=False):
+        text.push(token_id, None)
+    assert longest <= len("a row\n") + 1
 
 
 def test_stream_raises_what_generate_raises(oracle: Oracle) -> None:
@@ -69,6 +119,21 @@ def test_respond_compares_with_plain_generate(oracle: Oracle) -> None:
     assert "<pre" in text
 
 
+def test_second_click_replays_nothing(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer copied from the first click, shown as the gain of the method."""
+    configs = []
+
+    def watched(*arguments: Any) -> Any:
+        configs.append(arguments[3])
+        return stream(*arguments)
+
+    monkeypatch.setattr("ssr_hf.demo.app.stream", watched)
+    list(respond(oracle.model, oracle.tokenizer, PROMPT, 6, N_TOKENS, False))
+    assert [config.suffix.sources for config in configs] == [
+        ("draft", "prompt", "thinking", "answer")
+    ]
+
+
 def test_text_is_escaped() -> None:
     """A model that writes HTML into the page."""
     page = coloured([("<script>a</script>", None), ("<b>", "draft")])
@@ -85,6 +150,21 @@ def test_missing_gradio(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
         runpy.run_module("ssr_hf.demo", run_name="__main__")
     assert ended.value.code == 2
     assert "pip install" in capsys.readouterr().err
+
+
+def test_first_click_does_not_pay_for_the_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first click that looks slow, because the model is probed while the clock runs."""
+    monkeypatch.setitem(sys.modules, "gradio", MagicMock())
+    monkeypatch.setattr("ssr_hf.demo.app.find_spec", lambda name: name)
+    probe = MagicMock(side_effect=support._probe)
+    monkeypatch.setattr(support, "_probe", probe)
+    fresh = Oracle(save_thinking_model(tmp_path))
+    build_app(fresh.model, fresh.tokenizer)
+    assert probe.call_count == 1
+    list(respond(fresh.model, fresh.tokenizer, PROMPT, 6, N_TOKENS, False))
+    assert probe.call_count == 1
 
 
 @pytest.mark.skipif(find_spec("gradio") is None, reason="needs gradio")

@@ -11,7 +11,7 @@ from ssr_hf.drafting import DraftSchedule
 from ssr_hf.lanes import DraftRules, DraftWriter, Lane
 from ssr_hf.markers import PhaseTracker
 from ssr_hf.pacing import FixedPacer
-from ssr_hf.records import BranchPoint, Draft, DraftStatus, Verdict
+from ssr_hf.records import BranchPoint, Draft, DraftStatus, ForwardShape, Verdict
 from ssr_hf.stats import Recorder
 from ssr_hf.tokens import TokenSequence
 
@@ -70,7 +70,7 @@ def test_a_draft_is_not_offered_for_the_next_answer() -> None:
     follow(20, 21)
     proposer.add_draft(Draft(BranchPoint(2, 4, 0), (50, 51, 52), DraftStatus.FULL))
     follow(2)
-    assert proposer.propose(1, rows=1).token_ids == (50, 51, 52)
+    assert proposer.propose(ForwardShape(1)).token_ids == (50, 51, 52)
     follow(50, 51, 1)
     follow(30, 2)
-    assert proposer.propose(1, rows=1).token_ids == ()
+    assert proposer.propose(ForwardShape(1)).token_ids == ()

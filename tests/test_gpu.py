@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import gpu_check
+import lane_checks
+import lane_timing
 import pytest
 import torch
 from families import FAMILIES
@@ -19,12 +20,6 @@ from ssr_hf.errors import UnsupportedError
 from ssr_hf.lanes import LANE_TYPES
 from ssr_hf.lanes.sequential import SequentialLane
 from ssr_hf.lanes.stream import StreamLane
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-
-import gpu_check
-import lane_checks
-import lane_timing
 
 pytestmark = pytest.mark.gpu
 

@@ -59,5 +59,7 @@ def test_rotary_positions_that_change_with_the_length(kind: str, n_prompt: int, 
         )
         pair = run_both(_model(kind, seed), ids, config, max_new_tokens=50)
         assert_same(pair)
+        said = any(f"behind {CROSSING} tokens" in note for note in pair.stats.notes)
+        assert said is (n_prompt <= CROSSING)
         if n_prompt > CROSSING:
             assert pair.stats.forwards < pair.stats.new_tokens

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import random
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -18,17 +16,10 @@ from typer.testing import CliRunner
 
 from ssr_hf.config import SuffixConfig
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "replay_classeval.py"
-
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("replay_classeval", SCRIPT)
-    assert spec is not None and spec.loader is not None, f"no module at {SCRIPT}"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("replay_classeval")
 
 
 def pair_of(script, draft_ids, final_ids, prompt_ids=(), kind="pair"):

@@ -21,7 +21,8 @@ from helpers import (
 from torch import Tensor
 
 import ssr_hf
-from ssr_hf import SpeculationStats
+from ssr_hf import SpeculationStats, ThinkingMarkers
+from ssr_hf.markers import PhaseTracker
 from ssr_hf.records import BranchPoint, Candidates, Draft, DraftStatus, Verdict
 from ssr_hf.stats import Recorder
 
@@ -129,7 +130,7 @@ def test_recorder_keeps_the_order_and_one_note_of_a_kind() -> None:
     draft = Draft(BranchPoint(3, 12, 0), (1, 2), DraftStatus.CUT, inherited=1)
     recorder.draft(draft, 0.5)
     recorder.prefix_verified(0, 1)
-    tracker = type("Tracker", (), {"blocks": 1, "n_answer": 4, "is_open": False})()
+    tracker = type("Tracker", (), {"blocks": 1, "n_answered": 4, "n_closed": 1, "is_open": False})()
     stats = recorder.stats(tracker)
     assert list(stats.rounds) == told
     assert [r.n_accepted for r in stats.rounds] == [2, 0]
@@ -140,6 +141,34 @@ def test_recorder_keeps_the_order_and_one_note_of_a_kind() -> None:
     assert stats.draft_tokens == 1
     assert stats.drafts[0].accepted_prefix == 1
     assert stats.drafts[0].status == "cut"
+
+
+@pytest.mark.parametrize(
+    ("start", "token_ids", "counts"),
+    [
+        ([[7]], [7, 3, 8, 4, 4], (3, 2, True)),
+        ([[7]], [3, 4], (0, 2, False)),
+        # The prompt opened it in a way that nobody knows.
+        ([[7]], [3, 3, 8, 4, 4, 4], (3, 3, True)),
+        # Two blocks: both answers count, and the second block may stay open.
+        ([[7]], [7, 3, 8, 4, 4, 7, 3, 3, 8, 4], (7, 3, True)),
+        ([[7]], [7, 3, 8, 4, 4, 7, 3], (5, 2, False)),
+        ([], [3, 3], (2, 0, False)),
+    ],
+)
+def test_tokens_of_thinking_and_answer(
+    start: list[list[int]], token_ids: list[int], counts: tuple[int, int, bool]
+) -> None:
+    """An answer that counts as thinking because more thinking follows, or the other way round."""
+    markers = ThinkingMarkers(start=tuple(map(tuple, start)), end=((8,),))
+    tracker = PhaseTracker(markers, [1, 2])
+    for token_id in token_ids:
+        tracker.push(token_id)
+    recorder = Recorder()
+    recorder.begin_round()
+    recorder.end_round("none", 1, Candidates(), Verdict(tuple(token_ids), 0, False), 1)
+    stats = recorder.stats(tracker)
+    assert (stats.thinking_tokens, stats.answer_tokens, stats.thinking_ended) == counts
 
 
 def test_thinking_too_short_for_a_draft_says_so() -> None:

@@ -290,3 +290,16 @@ def test_first_piece_of_a_marker_alone_is_a_false_alarm(lane: str) -> None:
     run_fast(build_model("lfm2"), declared.prompt, config, streamer=streamer)
     assert [event[2][0] for event in streamer.events[1:-1]] == list(declared.new_ids)
     assert pair.stats.thinking_ended is False
+
+
+def test_a_draft_outlives_a_false_alarm() -> None:
+    """A lone "<" in the chain of thought that cuts the only draft."""
+    declared = declare("lfm2", n_new=6)
+    first, second = declared.new_ids[8], (declared.new_ids[9] + 1) % 256
+    config = SelfSpeculationConfig(
+        end_of_thinking=[first, second], draft_budget=3, max_draft_tokens=12, adaptive=False
+    )
+    pair = run_both(build_model("lfm2"), declared.prompt, config, max_new_tokens=60)
+    assert_same(pair)
+    (draft,) = pair.stats.drafts
+    assert draft.status != "cut"

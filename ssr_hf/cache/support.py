@@ -7,8 +7,9 @@ the tests all use that text.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import Cache, EncoderDecoderCache, QuantizedCache, StaticCache
@@ -73,21 +74,39 @@ def cache_support(cache: object) -> Support:
     if cache.offloading:
         reason = "an offloaded cache moves layers between devices during the forward"
         return Unsupported(reason, DEFAULT_CACHE_HINT)
-    unknown = sorted({type(layer).__name__ for layer in cache.layers} - _known_layer_names())
+    unknown = {type(layer).__name__ for layer in cache.layers if type(layer) not in LAYER_KINDS}
     if unknown:
-        reason = f"cache layers of type {', '.join(unknown)} cannot be rolled back and forked"
+        reason = (
+            f"cache layers of type {', '.join(sorted(unknown))} cannot be rolled back and forked"
+        )
         return Unsupported(reason, "Use plain generate for this model")
     return Supported()
 
 
-def _known_layer_names() -> set[str]:
-    return {layer_type.__name__ for layer_type in LAYER_KINDS}
-
-
-# By model, then by what decides which kernels it runs.
-_probed: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], Support]] = (
+# By model, then by the question and what decides which kernels the model runs.
+_probed: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], Any]] = (
     weakref.WeakKeyDictionary()
 )
+Answer = TypeVar("Answer")
+
+
+def asked_once(model: PreTrainedModel, question: str, probe: Callable[[], Answer]) -> Answer:
+    """The answer of a probe that runs once per model, type, device and attention implementation.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        question (`str`): What is probed.
+        probe (`Callable`): Runs the probe.
+
+    Returns:
+        What `probe` returned the first time.
+    """
+    known = _probed.setdefault(model, {})
+    key = (question, *kernels_of(model))
+    if key not in known:
+        known[key] = probe()
+    answer: Answer = known[key]
+    return answer
 
 
 def multi_token_support(model: PreTrainedModel, generation_config: GenerationConfig) -> Support:
@@ -104,11 +123,7 @@ def multi_token_support(model: PreTrainedModel, generation_config: GenerationCon
     Returns:
         `Supported` or `Unsupported`: The latter states the largest difference.
     """
-    known = _probed.setdefault(model, {})
-    kernels = kernels_of(model)
-    if kernels not in known:
-        known[kernels] = _probe(model, generation_config)
-    return known[kernels]
+    return asked_once(model, "several tokens", lambda: _probe(model, generation_config))
 
 
 def kernels_of(model: PreTrainedModel) -> tuple[Any, ...]:

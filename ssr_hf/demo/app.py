@@ -21,6 +21,11 @@ from ssr_hf.demo.streaming import Pieces, Progress, encode, stream
 LABELS = {"draft": "draft, accepted", "suffix": "suffix match, accepted", "marker": "end marker"}
 COLOURS = {"draft": "#bfe5cb", "suffix": "#bfe3ea", "marker": "#e0cfee"}
 REDRAW_SECONDS = 0.05
+WARM_UP_TOKENS = 12
+# All but the history, from which a prompt that is asked again would be replayed.
+SUFFIX = ssr_hf.SuffixConfig(
+    sources=tuple(source for source in ssr_hf.SuffixConfig().sources if source != "history")
+)
 MISSING_GRADIO = (
     "The web demo needs gradio, which is not installed. Run pip install 'ssr-hf[demo]', or see the "
     "same in a terminal with ssr-hf demo."
@@ -46,6 +51,7 @@ def build_app(model: Any = None, tokenizer: Any = None) -> Any:
 
     Raises:
         `ImportError`: gradio is not installed.
+        `SelfSpeculationError`: The model has no thinking markers or cannot be accelerated.
 
     Example:
 
@@ -65,6 +71,7 @@ def build_app(model: Any = None, tokenizer: Any = None) -> Any:
         ssr_hf.fit_threads(model)
     ssr_hf.enable(model)
     examples = [problem.prompt for problem in ssr_hf.tiny_reasoner_prompts(4, seed=0)]
+    _warm_up(model, tokenizer, examples[0])
 
     def answer(*values: Any) -> Iterator[tuple[str, str]]:
         try:
@@ -92,6 +99,13 @@ def build_app(model: Any = None, tokenizer: Any = None) -> Any:
     return app
 
 
+def _warm_up(model: Any, tokenizer: Any, prompt: str) -> None:
+    """Takes what only a first call costs, such as probing the model, out of the first click."""
+    config = ssr_hf.SelfSpeculationConfig(suffix=SUFFIX)
+    for _ in stream(model, tokenizer, prompt, config, WARM_UP_TOKENS):
+        pass
+
+
 def respond(
     model: Any,
     tokenizer: Any,
@@ -105,7 +119,7 @@ def respond(
     Yields:
         `tuple[str, str]`: Coloured text as HTML and statistics as Markdown.
     """
-    config = ssr_hf.SelfSpeculationConfig(draft_budget=int(draft_budget))
+    config = ssr_hf.SelfSpeculationConfig(draft_budget=int(draft_budget), suffix=SUFFIX)
     progress = Progress()
     shown_at = 0.0
     for progress in stream(model, tokenizer, prompt, config, int(max_new_tokens)):
@@ -117,10 +131,9 @@ def respond(
     if not compare:
         return
     yield text, f"{figures}\n\nRunning plain generate ..."
+    inputs = encode(model, tokenizer, prompt)
     began = time.perf_counter()
-    plain = model.generate(
-        **encode(model, tokenizer, prompt), max_new_tokens=int(max_new_tokens), do_sample=False
-    )
+    plain = model.generate(**inputs, max_new_tokens=int(max_new_tokens), do_sample=False)
     seconds = time.perf_counter() - began
     same = torch.equal(plain, progress.output.sequences)
     rows = (

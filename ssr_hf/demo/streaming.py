@@ -25,7 +25,7 @@ class Progress:
         n_tokens (`int`): Tokens so far.
         forwards (`int`): Forwards so far.
         accepted (`dict[str, int]`): Accepted tokens by who proposed them.
-        seconds (`float`): Since the call began.
+        seconds (`float`): What the generation has taken, however late the reader is.
         output (`Any`): What `generate` returned; None before the end.
     """
 
@@ -38,12 +38,18 @@ class Progress:
 
 
 class _RoundStreamer:
-    """Collects tokens and hands them on, with their sources, when their round is complete."""
+    """Collects tokens and hands them on, with round and time, when their round is complete.
+
+    The time is taken here, in the thread of the generation: who reads and draws may be slower.
+    """
 
     def __init__(self) -> None:
-        self.rounds: queue.SimpleQueue[tuple[list[int], ssr_hf.Round] | None] = queue.SimpleQueue()
+        self.rounds: queue.SimpleQueue[tuple[list[int], ssr_hf.Round, float] | None]
+        self.rounds = queue.SimpleQueue()
+        self.seconds = 0.0
         self._token_ids: list[int] = []
         self._prompt_is_next = True
+        self._began = time.perf_counter()
 
     def put(self, value: torch.Tensor) -> None:
         if not self._prompt_is_next:
@@ -51,11 +57,16 @@ class _RoundStreamer:
         self._prompt_is_next = False
 
     def on_round(self, entry: ssr_hf.Round) -> None:
-        self.rounds.put((self._token_ids, entry))
+        self.rounds.put((self._token_ids, entry, time.perf_counter() - self._began))
         self._token_ids = []
 
     def end(self) -> None:
-        """The end is told by `stream` itself, once the output is there."""
+        """The end is told by `finish`, once the output is there."""
+
+    def finish(self) -> None:
+        """The call has returned or failed."""
+        self.seconds = time.perf_counter() - self._began
+        self.rounds.put(None)
 
 
 def stream(
@@ -84,7 +95,6 @@ def stream(
     streamer = _RoundStreamer()
     progress = Progress()
     failures: list[BaseException] = []
-    began = time.perf_counter()
 
     def work() -> None:
         try:
@@ -100,23 +110,24 @@ def stream(
         except BaseException as error:  # raised again by the reader
             failures.append(error)
         finally:
-            streamer.rounds.put(None)
+            streamer.finish()
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    text = _LabelledText(tokenizer, progress.pieces)
+    text = _LabelledText(tokenizer, progress.pieces, _end_tokens(model, tokenizer))
     while (item := streamer.rounds.get()) is not None:
-        token_ids, entry = item
+        token_ids, entry, progress.seconds = item
         for token_id, source in zip(token_ids, entry.token_sources, strict=True):
             text.push(token_id, None if source == "model" else source)
         progress.n_tokens += len(token_ids)
         progress.forwards += 1
         progress.accepted[entry.source] = progress.accepted.get(entry.source, 0) + entry.n_accepted
-        progress.seconds = time.perf_counter() - began
         yield progress
     thread.join()
     if failures:
         raise failures[0]
+    progress.seconds = streamer.seconds
+    text.finish()
     yield progress
 
 
@@ -137,25 +148,53 @@ def encode(model: Any, tokenizer: Any, prompt: str) -> dict[str, torch.Tensor]:
     return {name: encoded[name].to(model.device) for name in ("input_ids", "attention_mask")}
 
 
-class _LabelledText:
-    """Decodes tokens into pieces; neighbours with the same label are one piece."""
+def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end a text and are not shown; a model may have several."""
+    configured = model.generation_config.eos_token_id
+    several = configured if isinstance(configured, list) else [configured]
+    return frozenset([*several, tokenizer.eos_token_id, tokenizer.pad_token_id]) - {None}
 
-    def __init__(self, tokenizer: Any, pieces: Pieces) -> None:
+
+class _LabelledText:
+    """Decodes tokens into pieces; neighbours with the same label are one piece.
+
+    Only the current line is decoded for each token, so that its cost stays the same in long texts.
+    """
+
+    def __init__(self, tokenizer: Any, pieces: Pieces, hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._pieces = pieces
-        self._token_ids: list[int] = []
+        self._hidden = hidden
+        self._line: list[int] = []
         self._shown = ""
+        self._label: str | None = None
 
     def push(self, token_id: int, label: str | None) -> None:
-        if token_id == self._tokenizer.eos_token_id:
+        if token_id in self._hidden:
             return
-        self._token_ids.append(token_id)
-        text = self._tokenizer.decode(self._token_ids)
+        self._line.append(token_id)
+        self._label = label
+        text = self._decode()
         if text.endswith("\ufffd"):  # a character that the next token completes
             return
+        self._show(text)
+        if text.endswith("\n"):
+            # What ends the line stays as context: some vocabularies drop a first token's space.
+            self._line = [token_id]
+            self._shown = self._decode()
+
+    def finish(self) -> None:
+        """Shows what is left of a character that no token completed."""
+        self._show(self._decode())
+
+    def _show(self, text: str) -> None:
         added = text[len(self._shown) :]
         self._shown = text
-        if self._pieces and self._pieces[-1][1] == label:
-            self._pieces[-1] = (self._pieces[-1][0] + added, label)
+        if self._pieces and self._pieces[-1][1] == self._label:
+            self._pieces[-1] = (self._pieces[-1][0] + added, self._label)
         elif added:
-            self._pieces.append((added, label))
+            self._pieces.append((added, self._label))
+
+    def _decode(self) -> str:
+        text: str = self._tokenizer.decode(self._line, clean_up_tokenization_spaces=False)
+        return text

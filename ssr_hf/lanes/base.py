@@ -11,7 +11,14 @@ import torch
 
 from ..acceptance import Proposal, draft_generator
 from ..cache.support import Support, Supported
-from ..records import NO_CANDIDATES, BranchPoint, Candidates, Draft, DraftStatus
+from ..records import (
+    NO_CANDIDATES,
+    BranchPoint,
+    Candidates,
+    Draft,
+    DraftStatus,
+    ForwardShape,
+)
 from ..tokens import TokenSequence
 
 if TYPE_CHECKING:
@@ -23,14 +30,8 @@ if TYPE_CHECKING:
 class Guesser(Protocol):
     """Guesses how a text goes on."""
 
-    def __call__(
-        self, token_ids: Sequence[int], room: int, n_pending: int, rows: int = 1, width: int = 0
-    ) -> Candidates:
-        """At most `room` candidates behind `token_ids`.
-
-        The forward feeds `n_pending` tokens with them, and as many in each of its `rows`, at least
-        `width` tokens.
-        """
+    def __call__(self, token_ids: Sequence[int], room: int, shape: ForwardShape) -> Candidates:
+        """At most `room` candidates behind `token_ids`, for a forward of that shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,6 @@ class DraftWriter:
         self.sequence = TokenSequence(text.ids)
         self.sequence.append(rules.closing_ids)
         self.inherited = 0
-        self.forwards = 0
         self._rules = rules
         self._start = len(self.sequence)
         self._end = self._start + max_tokens
@@ -111,7 +111,6 @@ class DraftWriter:
         Returns:
             `int`: Tokens written, at least one.
         """
-        self.forwards += 1
         offered = candidates.token_ids
         best = self._best(logits)
         for position in range(len(offered) + 1):
@@ -131,7 +130,7 @@ class DraftWriter:
         """What guesses this draft's next tokens; it guesses nothing where nothing was set."""
         make = self._rules.make_guesser
         if make is None:
-            return lambda token_ids, room, n_pending, rows=1, width=0: NO_CANDIDATES
+            return lambda token_ids, room, shape: NO_CANDIDATES
         return make(self.sequence.token_ids[: self._start], previous)
 
     def _best(self, logits: torch.Tensor) -> list[int] | None:
@@ -168,7 +167,6 @@ class DraftWriter:
             token_ids=self.token_ids,
             status=self.status or fallback,
             inherited=self.inherited,
-            forwards=self.forwards,
             proposals=tuple(self._proposals),
         )
 
@@ -198,7 +196,8 @@ def write_draft(
     inherit(child, writer, previous)
     guess = writer.guesser(previous)
     while not writer.finished and not cancelled():
-        candidates = guess(writer.sequence.token_ids, writer.room - 1, child.n_pending)
+        shape = ForwardShape(child.n_pending)
+        candidates = guess(writer.sequence.token_ids, writer.room - 1, shape)
         child.keep(writer.write(child.forward(candidates.token_ids), candidates))
 
 
@@ -232,7 +231,7 @@ class Lane(ABC):
 
     @property
     def rows(self) -> int:
-        """Batch rows of the next round's forward."""
+        """Batch rows of a forward while the draft is as it is."""
         return 1
 
     @property

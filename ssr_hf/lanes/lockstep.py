@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..records import NO_CANDIDATES, Candidates, Draft
+from ..records import NO_CANDIDATES, Candidates, Draft, ForwardShape
 from ..rows import TwoRows, row_support
 from .base import DraftWriter, Guesser, Lane, inherit
 
@@ -75,7 +75,7 @@ class LockstepLane(Lane):
             # What the parent feeds anyway costs the child nothing.
             width = self.target.n_pending + len(candidates.token_ids)
             text, room = writer.sequence.token_ids, writer.room - 1
-            guessed = self._guess(text, room, len(known), rows=2, width=width)
+            guessed = self._guess(text, room, ForwardShape(len(known), rows=2, width=width))
         elif len(known) > self.target.n_pending:
             # Until the marker is read to its end, the child's next token is already known.
             known = known[: self.target.n_pending]
@@ -87,8 +87,6 @@ class LockstepLane(Lane):
         if self._n_fed + n_kept == len(writer.sequence):
             self._n_drafted = writer.write(child_logits[:, n_kept - 1 :], guessed)
             n_kept += self._n_drafted - 1
-        else:
-            writer.forwards += 1
         shared.keep_of_child(n_kept)
         self._n_fed += n_kept
         return target_logits[:, self.target.n_pending - 1 :]

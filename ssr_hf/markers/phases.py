@@ -41,6 +41,8 @@ class PhaseTracker:
         markers ([`ThinkingMarkers`]): The markers given.
         blocks (`int`): Thinking blocks so far: one opened by the prompt, each one opened since.
         n_answer (`int`): Generated tokens since thinking was closed last, the marker excluded.
+        n_answered (`int`): Generated tokens of all answers.
+        n_closed (`int`): How often thinking was closed since the prompt.
     """
 
     __slots__ = (
@@ -54,6 +56,8 @@ class PhaseTracker:
         "blocks",
         "markers",
         "n_answer",
+        "n_answered",
+        "n_closed",
     )
 
     def __init__(self, markers: ThinkingMarkers, prompt_ids: Sequence[int]) -> None:
@@ -63,8 +67,8 @@ class PhaseTracker:
         self._state = 0
         self._match = NOTHING
         self._base = self._unopened
-        self._block = self.blocks = self.n_answer = 0
         self._paused = False
+        self._block = self.blocks = self.n_answer = self.n_answered = self.n_closed = 0
         self._read_prompt(prompt_ids)
 
     @property
@@ -116,6 +120,7 @@ class PhaseTracker:
             self._open()
         elif self._base is Phase.ANSWERING:
             self.n_answer += 1
+            self.n_answered += 1
             if token_id in self.markers.pause:
                 self._base = self._unopened
         elif match.ends:
@@ -158,6 +163,7 @@ class PhaseTracker:
         self._base = Phase.ANSWERING
         self._paused = False
         self.n_answer = 0
+        self.n_closed += 1
 
     def _recognise(self, token_id: int) -> MatchState:
         self._state = self._automaton.moves[self._state].get(token_id, 0)
@@ -182,7 +188,7 @@ class PhaseTracker:
         is_closed = self._base is Phase.ANSWERING
         if is_closed and not boundaries and self._is_old_turn(prompt_ids[closed_at + 1 :]):
             self._base = self._unopened
-        self._block = self.n_answer = 0
+        self._block = self.n_answer = self.n_answered = self.n_closed = 0
         self.blocks = int(self.is_open)
 
     def _is_old_turn(self, after: Sequence[int]) -> bool:
