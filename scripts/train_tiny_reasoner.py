@@ -147,6 +147,17 @@ def build_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Qwen3ForC
     return Qwen3ForCausalLM(config)
 
 
+def shape_of(config: Qwen3Config) -> list[int]:
+    """The shape of a model, in the order of `PRESETS`."""
+    return [
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.num_attention_heads,
+        config.head_dim,
+        config.intermediate_size,
+    ]
+
+
 # --- Data ------------------------------------------------------------------------------------
 
 
@@ -256,6 +267,7 @@ class Recipe:
     batch_tokens: int
     cut_fraction: float
     short_fraction: float
+    tokenizer: str | None
 
 
 @dataclass(frozen=True)
@@ -711,6 +723,7 @@ def stage_commands(output: Path, stages: Sequence[Stage]) -> list[str]:
             "batch-tokens": stage.recipe.batch_tokens,
             "cut-fraction": stage.recipe.cut_fraction,
             "short-fraction": stage.recipe.short_fraction,
+            "tokenizer": stage.recipe.tokenizer,
         }
         words = [f"--{name} {value}" for name, value in options.items() if value is not None]
         commands.append(" \\\n    ".join(["python scripts/train_tiny_reasoner.py train", *words]))
@@ -763,8 +776,18 @@ def train(
     """Train a model, evaluate what was saved and write the model card."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
+    if preset not in PRESETS:
+        raise typer.BadParameter(f"--preset is {preset!r}. One of {', '.join(PRESETS)} is accepted")
+    if Path.cwd().is_relative_to(output.resolve()):
+        raise typer.BadParameter(f"--output is {output}, in which this directory lies")
+    source = tokenizer or init_from
+    trained = load_tokenizer(source) if source else train_tokenizer(seed)
     given = (layers, width, heads, head_size, feed_forward)
     shape = [value or usual for value, usual in zip(given, PRESETS[preset], strict=True)]
+    model = None
+    if init_from:
+        model = Qwen3ForCausalLM.from_pretrained(init_from, dtype=torch.float32)
+        shape = shape_of(model.config)
     recipe = Recipe(
         *shape,
         steps=steps,
@@ -775,13 +798,9 @@ def train(
         batch_tokens=batch_tokens,
         cut_fraction=cut_fraction,
         short_fraction=short_fraction,
+        tokenizer=str(tokenizer) if tokenizer else None,
     )
-    source = tokenizer or init_from
-    trained = load_tokenizer(source) if source else train_tokenizer(seed)
-    if init_from:
-        model = Qwen3ForCausalLM.from_pretrained(init_from, dtype=torch.float32)
-    else:
-        model = build_model(trained, recipe)
+    model = model or build_model(trained, recipe)
     print(f"{model.num_parameters():,} parameters, {len(trained)} tokens", flush=True)
     stages = read_stages(init_from) if init_from else []
     stages.append(train_model(model, trained, recipe, checkpoint_dir))

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 import ssr_hf
 from ssr_hf import SelfSpeculationConfig, StepSpeculationConfig
+from ssr_hf.specreason.config import ASKED_SCORERS
 
 PROMPT = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n"
 SCORE_PROMPT = "?SCORE "
@@ -143,7 +144,8 @@ def tell(
 ) -> Told:
     """Runs `generate` with step speculation; `settings` are those of `StepSpeculationConfig`."""
     base, small = models(story, kind, case)
-    settings.setdefault("score_prompt", SCORE_PROMPT)
+    if settings.get("scorer", "digit") in ASKED_SCORERS:
+        settings.setdefault("score_prompt", SCORE_PROMPT)
     settings.setdefault("candidate_tokens", 0)
     ids = torch.tensor([base.tokenizer.encode(prompt)])
     defaults: dict[str, Any] = {

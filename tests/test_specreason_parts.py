@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from helpers import enabled
-from stories import END, PROMPT, Story, foreign_tokenizer, models, tell
+from stories import END, PROMPT, SCORE_PROMPT, Story, foreign_tokenizer, models, tell
 from tiny_tokenizers import FAMILIES, LINE_BREAK, build_tokenizer, family_tokenizer, plain_tokenizer
 
 import ssr_hf
@@ -47,7 +47,11 @@ QWEN = family_tokenizer("qwen3")
         ({"delimiter": [7]}, "delimiter is [7]"),
         ({"max_step_tokens": 0}, "max_step_tokens is 0"),
         ({"first_base_steps": -1}, "first_base_steps is -1"),
-        ({"max_repeats": 0}, "max_repeats is 0"),
+        ({"max_repeats": 1}, "max_repeats is 1"),
+        (
+            {"scorer": "logprob", "threshold": -1, "score_prompt": "How good?"},
+            "score_prompt is set",
+        ),
         ({"candidate_tokens": -1}, "candidate_tokens is -1"),
         ({"score_prompt": ""}, "score_prompt is ''"),
         ({"assistant_prompt": ()}, "assistant_prompt is ()"),
@@ -94,6 +98,7 @@ def test_defaults() -> None:
     [
         ({"assistant_model": None}, ConfigError, "set without assistant_model"),
         ({"assistant_model": "gpt2"}, ConfigError, "assistant_model is 'gpt2'"),
+        ({"assistant_model": torch.nn.Linear(1, 1)}, ConfigError, "assistant_model is a Linear"),
         ({"tokenizer": None}, ConfigError, "set without tokenizer"),
         ({"num_beams": 2}, UnsupportedError, "beam"),
         ({"output_hidden_states": True}, UnsupportedError, "output_hidden_states is set"),
@@ -140,6 +145,42 @@ def test_refuses_an_encoder_decoder_model() -> None:
     small = transformers.T5ForConditionalGeneration(config)
     with pytest.raises(UnsupportedError, match="encoder-decoder"):
         tell(STORY, arguments={"assistant_model": small})
+
+
+@pytest.mark.parametrize("given", [None, math.nan])
+def test_refuses_a_threshold_without_a_number(given: object) -> None:
+    """The same for a threshold."""
+    with pytest.raises(ConfigError, match=f"The threshold function gave {given} for step 0"):
+        tell(STORY, threshold=lambda index, tokens: given)
+
+
+def test_a_function_reads_the_answer_to_a_score_prompt() -> None:
+    """A scorer of the user's own that is never given an answer, whatever it asks."""
+    answers = []
+
+    def judge(step: ssr_hf.ProposedStep) -> float:
+        answers.append(step.answer_logits)
+        return 9.0
+
+    tell(STORY, scorer=judge)
+    assert answers and all(answer is None for answer in answers)
+    answers.clear()
+    tell(STORY, scorer=judge, score_prompt=SCORE_PROMPT)
+    assert answers and all(answer.dim() == 1 for answer in answers)
+
+
+def test_a_small_model_that_the_prompt_does_not_fit_says_so() -> None:
+    """The base model alone at the price of both, and no word."""
+    base, small = models(STORY, "full", "same")
+    small.config.max_position_embeddings = 3
+    ids = torch.tensor([base.tokenizer.encode(PROMPT)])
+    arguments = {"assistant_model": small, "tokenizer": base.tokenizer, "max_new_tokens": 40}
+    with enabled(base):
+        output = base.generate(
+            ids, step_speculation=True, return_dict_in_generate=True, **arguments
+        )
+    assert "does not fit the small model" in output.step_speculation.notes[0]
+    assert output.step_speculation.count("assistant") == 0
 
 
 def test_refuses_a_scorer_without_a_number() -> None:

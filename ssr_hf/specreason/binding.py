@@ -102,7 +102,7 @@ def bind_steps(
             room=StepRoom(
                 step=config.max_step_tokens,
                 text=max_length,
-                positions=compat.longest_uniform_text(target.model),
+                positions=compat.longest_uniform_text(target.model, len(text)),
                 score_prompt=len(score_ids),
                 thinking=thinking_budget,
             ),

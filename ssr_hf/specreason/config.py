@@ -10,6 +10,8 @@ from ..config import _require, _require_choice, _require_int, _require_known_key
 from ..errors import ConfigError, message
 from .scoring import SCORERS, Scorer
 
+ASKED_SCORERS = tuple(name for name, kind in SCORERS.items() if kind.reads_prompt)
+UNASKED_SCORERS = tuple(name for name in SCORERS if name not in ASKED_SCORERS)
 Threshold = float | Callable[[int, int], float]
 
 
@@ -36,11 +38,11 @@ class StepSpeculationConfig:
         first_base_steps (`int`, *optional*, defaults to 0):
             Steps at the beginning that the base model writes.
         max_repeats (`int`, *optional*, defaults to 2):
-            When a step of the small model stands in the chain of thought so often, the base model
-            writes the next one; if this, too, stands there so often, thinking is closed.
+            Occurrences of a step of the small model in the chain of thought after which the base
+            model writes the next one; if this, too, stands there so often, thinking is closed.
         score_prompt (`str`, *optional*):
-            Text that asks for the score, read right after the step. Built with the chat template
-            when None.
+            Text that asks for the score, read right after the step. When None, it is built with the
+            chat template for `"digit"` and `"expected"`, and a function gets no answer to it.
         assistant_prompt (`str` or `Sequence[int]`, *optional*):
             The prompt of the small model where its tokenizer is another one, as text or ids, up to
             where thinking begins. When None, the text of the base model's prompt is handed over.
@@ -80,7 +82,7 @@ class StepSpeculationConfig:
         self._check_delimiter()
         _require_int("max_step_tokens", self.max_step_tokens, minimum=1, hint="Set it to 512")
         _require_int("first_base_steps", self.first_base_steps, minimum=0, hint="Set it to 0")
-        _require_int("max_repeats", self.max_repeats, minimum=1, hint="Set it to 2")
+        _require_int("max_repeats", self.max_repeats, minimum=2, hint="Set it to 2")
         if self.candidate_tokens is not None:
             _require_int("candidate_tokens", self.candidate_tokens, minimum=0, hint="Set it to 0")
         is_text = isinstance(self.score_prompt, str) and self.score_prompt != ""
@@ -89,6 +91,12 @@ class StepSpeculationConfig:
             f"score_prompt is {self.score_prompt!r}",
             "Text is accepted",
             "Leave it out to build it with the chat template",
+        )
+        _require(
+            self.score_prompt is None or self.scorer not in UNASKED_SCORERS,
+            f"score_prompt is set for scorer {self.scorer!r}, which reads none",
+            f"A score prompt is accepted for a function and for {', '.join(ASKED_SCORERS)}",
+            "Leave score_prompt out",
         )
         self._check_assistant_prompt()
 
@@ -138,7 +146,7 @@ class StepSpeculationConfig:
     @property
     def reads_score_prompt(self) -> bool:
         """Whether the base model is asked for a score."""
-        return isinstance(self.scorer, str) and SCORERS[self.scorer].reads_prompt
+        return self.score_prompt is not None or self.scorer in ASKED_SCORERS
 
     def threshold_at(self, index: int, tokens: int) -> float:
         """The threshold for one step.
@@ -149,9 +157,19 @@ class StepSpeculationConfig:
 
         Returns:
             `float`: The lowest score that accepts it.
+
+        Raises:
+            `ConfigError`: The function gave no number.
         """
-        threshold = self.threshold
-        return float(threshold(index, tokens) if callable(threshold) else threshold)
+        threshold = self.threshold(index, tokens) if callable(self.threshold) else self.threshold
+        is_number = isinstance(threshold, (int, float)) and not math.isnan(threshold)
+        _require(
+            is_number,
+            f"The threshold function gave {threshold!r} for step {index}",
+            "A number is accepted",
+            "Return for instance math.inf to reject a step",
+        )
+        return float(threshold)
 
     @classmethod
     def coerce(cls, value: object) -> StepSpeculationConfig | None:

@@ -117,7 +117,7 @@ class StepSpeculation:
             return False
         if self._repeats.must_close:
             return True
-        return not self._base_writes and self._room() > 0
+        return not self._base_writes and not self._parts.writer.is_full and self._room() > 0
 
     def opens(self, prompt_logits: torch.Tensor) -> bool:
         """Whether the small model writes the first tokens of all.
@@ -191,6 +191,8 @@ class StepSpeculation:
         limit = self._room()
         with self.recorder.time("proposing"):
             proposal = self._parts.writer.propose(limit)
+        if self._parts.writer.is_full:
+            self.recorder.note("the text does not fit the small model; the base model writes alone")
         if proposal is not None:
             fitting = self._fitting(proposal.token_ids[:limit])
             written = proposal.written if fitting == proposal.token_ids else None

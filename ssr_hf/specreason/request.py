@@ -58,11 +58,13 @@ def refuse_steps(
     assistant = request.assistant_model
     if assistant is None:
         raise _missing("assistant_model", "the small model that writes steps", "small")
-    if not isinstance(assistant, torch.nn.Module):
+    if not hasattr(assistant, "prepare_inputs_for_generation"):
+        is_module = isinstance(assistant, torch.nn.Module)
+        shown = f"a {type(assistant).__name__}" if is_module else repr(assistant)
         raise ConfigError(
             message(
-                f"assistant_model is {assistant!r}",
-                "A loaded model is accepted",
+                f"assistant_model is {shown}",
+                "A loaded model that can generate is accepted",
                 "Load it with AutoModelForCausalLM.from_pretrained",
             )
         )

@@ -83,6 +83,7 @@ class StepWriter:
         rules: WritingRules,
     ) -> None:
         self.forwards = 0
+        self.is_full = False  # whether the text has outgrown the small model
         self._model = model
         self._translation = translation
         self._base_text = base_text
@@ -160,8 +161,9 @@ class StepWriter:
 
     def _fork(self) -> Target | None:
         """A fork that has read everything but a few last tokens; None where there is no room."""
-        state = self._follow()
+        state = None if self.is_full else self._follow()
         if state is None or len(state.sequence) + 1 >= self._rules.max_length:
+            self.is_full = True
             return None
         return state.fork(TokenSequence(state.sequence.ids))
 
