@@ -36,7 +36,7 @@ from rich.table import Table
 from transformers import LogitsProcessorList
 
 import ssr_hf
-from ssr_hf import SelfSpeculationConfig, StepSpeculationConfig, SuffixConfig
+from ssr_hf import SelfSpeculationConfig, StepSpeculationConfig
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -256,8 +256,7 @@ def sweep(
 
     values = [float(value) for value in thresholds.split(",")]
     # Several settings write the same texts: what was written must be no source of spans.
-    sources = tuple(source for source in SuffixConfig().sources if source != "history")
-    fresh = SelfSpeculationConfig(suffix=SuffixConfig(sources=sources))
+    fresh = SelfSpeculationConfig().without_history()
     reasoning = {"self_speculation": fresh, "tokenizer": tokenizer}
     chosen = steps(together)
     settings = [

@@ -65,8 +65,9 @@ class SuffixConfig:
         min_probability (`float`, *optional*, defaults to 0.05):
             A span ends where the estimated probability that all of it is right falls below this.
         sources (`tuple[str, ...]`, *optional*, defaults to all):
-            Where spans come from, out of `"draft"`, `"prompt"`, `"thinking"` and `"answer"`. With
-            `"prompt"` or `"thinking"` among them, spans are proposed while the model thinks, too.
+            Where spans come from, out of `"draft"`, `"prompt"`, `"thinking"`, `"answer"` and
+            `"history"` (what an enabled model wrote in its last calls). With `"prompt"`,
+            `"thinking"` or `"history"` among them, spans are proposed while the model thinks, too.
 
     Raises:
         `ConfigError`: A value is out of range; the message names it.
@@ -333,6 +334,29 @@ class SelfSpeculationConfig:
                 "Pass self_speculation=True for the defaults",
             )
         )
+
+    def without_history(self) -> SelfSpeculationConfig:
+        """The settings without spans of earlier calls.
+
+        For measuring, where a prompt that is run again would be replayed, and for people who share
+        a model and must not learn from the time of an answer what others asked.
+
+        Returns:
+            `SelfSpeculationConfig`: The same with `"history"` left out of `suffix.sources`.
+
+        Example:
+
+        ```python
+        >>> from ssr_hf import SelfSpeculationConfig
+        >>> SelfSpeculationConfig().without_history().suffix.sources
+        ('draft', 'prompt', 'thinking', 'answer')
+
+        ```
+        """
+        sources = tuple(source for source in self.suffix.sources if source != "history")
+        if not sources:
+            return dataclasses.replace(self, reuse="prefix" if self.verifies_prefix else "none")
+        return dataclasses.replace(self, suffix=dataclasses.replace(self.suffix, sources=sources))
 
     def to_json(self) -> str:
         """The settings as a JSON object; `from_json` gives an equal config back."""

@@ -25,7 +25,7 @@ import ssr_hf
 from ssr_hf import SpeculationStats, cli
 from ssr_hf.cache.support import Unsupported
 from ssr_hf.cli.check import _tried
-from ssr_hf.cli.options import SpeculationOptions, without_history
+from ssr_hf.cli.options import SpeculationOptions
 
 N_TOKENS, BUDGET = 48, 24
 SHORT = ["-n", N_TOKENS, "--thinking-budget", BUDGET, "--draft-budget", 6, "--no-adaptive"]
@@ -186,7 +186,7 @@ def test_demo_of_one_prompt_replays_nothing(model_dir: Path) -> None:
 def test_without_history_nothing_may_be_left(reuse: str, left: str) -> None:
     """A refusal of settings whose only source is the history."""
     only = ssr_hf.SelfSpeculationConfig(reuse=reuse, suffix={"sources": "history"})
-    assert without_history(only).reuse == left
+    assert only.without_history().reuse == left
 
 
 def test_demo_refuses_another_text(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The tiny reasoning model that ships with the package, and the problems it solves.
 
-It lets tests, examples and first experiments run on a laptop without a download. Importing this
-module loads neither `torch` nor `transformers`.
+It lets tests, examples and first experiments run on a laptop without a download.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from .options import (
     ModelOptions,
     PromptOptions,
     SpeculationOptions,
-    without_history,
 )
 from .painting import TextPainter, legend
 from .prompts import Request, built_in_prompts, given_prompt, make_request
@@ -55,7 +54,7 @@ def demo(
     _require_comparable(config, generation)
     text = given_prompt(asked)
     if text is not None:
-        config = without_history(config)  # every run has the same prompt
+        config = config.without_history()  # every run has the same prompt
     session = open_session(model, config)
     n_runs = runs or (BUILT_IN_RUNS if text is None else 1)
     prompts = built_in_prompts(n_runs, generation.seed) if text is None else [text] * n_runs

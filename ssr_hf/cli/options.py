@@ -256,15 +256,6 @@ class SpeculationOptions:
         return base.reference() if self.reference else base()
 
 
-def without_history(config: ssr_hf.SelfSpeculationConfig) -> ssr_hf.SelfSpeculationConfig:
-    """The settings without spans of earlier calls: a prompt that is run again would be replayed."""
-    sources = tuple(source for source in config.suffix.sources if source != "history")
-    if sources:
-        suffix = dataclasses.replace(config.suffix, sources=sources)
-        return dataclasses.replace(config, suffix=suffix)
-    return dataclasses.replace(config, reuse="prefix" if config.verifies_prefix else "none")
-
-
 def _read_config(path: Path) -> ssr_hf.SelfSpeculationConfig:
     try:
         text = path.read_text(encoding="utf-8")

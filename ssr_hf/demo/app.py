@@ -22,10 +22,6 @@ LABELS = {"draft": "draft, accepted", "suffix": "suffix match, accepted", "marke
 COLOURS = {"draft": "#bfe5cb", "suffix": "#bfe3ea", "marker": "#e0cfee"}
 REDRAW_SECONDS = 0.05
 WARM_UP_TOKENS = 12
-# All but the history, from which a prompt that is asked again would be replayed.
-SUFFIX = ssr_hf.SuffixConfig(
-    sources=tuple(source for source in ssr_hf.SuffixConfig().sources if source != "history")
-)
 MISSING_GRADIO = (
     "The web demo needs gradio, which is not installed. Run pip install 'ssr-hf[demo]', or see the "
     "same in a terminal with ssr-hf demo."
@@ -101,7 +97,7 @@ def build_app(model: Any = None, tokenizer: Any = None) -> Any:
 
 def _warm_up(model: Any, tokenizer: Any, prompt: str) -> None:
     """Takes what only a first call costs, such as probing the model, out of the first click."""
-    config = ssr_hf.SelfSpeculationConfig(suffix=SUFFIX)
+    config = ssr_hf.SelfSpeculationConfig()
     for _ in stream(model, tokenizer, prompt, config, WARM_UP_TOKENS):
         pass
 
@@ -119,10 +115,10 @@ def respond(
     Yields:
         `tuple[str, str]`: Coloured text as HTML and statistics as Markdown.
     """
-    config = ssr_hf.SelfSpeculationConfig(draft_budget=int(draft_budget), suffix=SUFFIX)
+    config = ssr_hf.SelfSpeculationConfig(draft_budget=int(draft_budget))
     progress = Progress()
     shown_at = 0.0
-    for progress in stream(model, tokenizer, prompt, config, int(max_new_tokens)):
+    for progress in stream(model, tokenizer, prompt, config.without_history(), int(max_new_tokens)):
         if progress.seconds - shown_at > REDRAW_SECONDS:
             shown_at = progress.seconds
             yield coloured(progress.pieces), _figures(progress)
