@@ -94,7 +94,7 @@ def test_rows_of_unequal_length_are_joined_and_parted(family: str, lane: str) ->
     assert_same(pair)
     if lane in STEADY_LANES:
         assert [draft.inherited for draft in drafts] == [0, 4]
-        assert drafts[1].forwards > 1
+        assert len(drafts[1].token_ids) > 5
 
 
 @pytest.mark.parametrize("n_true", [0, 1, 2, 5, 11, 12, 30])
