@@ -19,9 +19,15 @@ def load(name: str, dtype: str = "float32") -> tuple[Any, Any]:
     """Model and tokenizer: a Hub id, a directory, a GGUF file, or the embedded model by `tiny`."""
     if name == TINY:
         return ssr_hf.load_tiny_reasoner()
-    source = _source(name)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, dtype))
-    return model.eval(), AutoTokenizer.from_pretrained(**source)
+    return load_model(name, dtype), load_tokenizer(name)
+
+
+def load_model(name: str, dtype: str = "float32") -> Any:
+    """The model alone."""
+    if name == TINY:
+        return ssr_hf.load_tiny_reasoner()[0]
+    model = AutoModelForCausalLM.from_pretrained(**_source(name), dtype=getattr(torch, dtype))
+    return model.eval()
 
 
 def load_tokenizer(name: str) -> Any:

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench_common import load
+from bench_common import load_model
 from rich.console import Console
 from rich.table import Table
 
@@ -66,7 +66,7 @@ def main(
 ) -> None:
     """Measures the three ways in turns."""
     torch.set_num_threads(1)
-    loaded, _ = load(model)
+    loaded = load_model(model)
     loaded.generation_config.eos_token_id = None
     ssr_hf.enable(loaded)
     generator = torch.Generator().manual_seed(0)

@@ -342,7 +342,8 @@ class SelfSpeculationConfig:
         a model and must not learn from the time of an answer what others asked.
 
         Returns:
-            `SelfSpeculationConfig`: The same with `"history"` left out of `suffix.sources`.
+            `SelfSpeculationConfig`: The same with `"history"` left out of `suffix.sources`, and
+            without spans if that was the only source.
 
         Example:
 

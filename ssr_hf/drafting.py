@@ -59,7 +59,7 @@ class DraftSchedule:
         if config.draft_budget is None:
             self._budgets = tuple(map(pacer.first_budget, config.draft_budgets))
         self._next_budget: int | None = self._budget_after(0)
-        self._is_held = False
+        self._is_held = self._was_held = False
         self._first_objection = pacer.objection()
         self.newest: Draft | None = None
 
@@ -113,9 +113,12 @@ class DraftSchedule:
             self._next_budget = None
         if reopened:
             self._begin_block()
-        between = self._tracker.phase is not Phase.THINKING or self._is_held or finished
+        between = self._tracker.phase is not Phase.THINKING or finished
         if not between and not self._lane.is_open and self._is_due(self._tracker):
-            self._branch()
+            if self._is_held:
+                self._was_held = True
+            else:
+                self._branch()
         return ended
 
     def limit(self, candidates: Candidates) -> Candidates:
@@ -167,6 +170,8 @@ class DraftSchedule:
         return thinking_tokens + interval - (thinking_tokens - self._budgets[-1]) % interval
 
     def _why_never_due(self, budget: int) -> str:
+        if self._was_held:
+            return "a small model wrote the steps when one was due"
         if self._tracker.n_thinking < budget:
             return f"thinking had fewer than {budget} tokens, the first branch point"
         return f"thinking ended in the round that reached the first branch point, {budget}"

@@ -77,13 +77,15 @@ def enable(model: PreTrainedModel, profile: Profile | None = None) -> PreTrained
     ```
     """
     inner = _generating(model)
-    own = vars(inner).get("generate")
-    if not _is_ours(own):
-        if own is not None:
+    if not _is_enabled(inner):
+        own = vars(inner).get("generate")
+        # It is ours where another thread was faster.
+        if own is not None and not _is_ours(own):
             vars(inner)[_REPLACED] = own
         inner.generate = types.MethodType(generate, inner)
+    state = _state_of(inner)
     if profile is not None:
-        _enabled[inner] = replace(_state_of(inner), profile=profile)
+        _enabled[inner] = replace(state, profile=profile)
     return model
 
 
@@ -105,7 +107,7 @@ def disable(model: PreTrainedModel) -> None:
     ```
     """
     inner = _generating(model)
-    if not _is_ours(vars(inner).get("generate")):
+    if not _is_enabled(inner):
         return
     _enabled.pop(inner, None)
     del vars(inner)["generate"]
@@ -113,17 +115,19 @@ def disable(model: PreTrainedModel) -> None:
         vars(inner)["generate"] = vars(inner).pop(_REPLACED)
 
 
+def _is_enabled(inner: Any) -> bool:
+    """Whether `enable` was called, on the model or on the one that it is a copy of; somebody may
+    have wrapped its method since."""
+    return inner in _enabled or _is_ours(vars(inner).get("generate"))
+
+
 def _is_ours(method: object) -> bool:
-    """Whether a model is enabled whose own `generate` is `method`; copies take it along."""
     return getattr(method, "__func__", None) is generate
 
 
 def _state_of(inner: Any) -> _Enabled:
-    """The state of an enabled model, made when it is first needed."""
-    state = _enabled.get(inner)
-    if state is None:
-        state = _enabled[inner] = _Enabled()
-    return state
+    """The state of an enabled model; a copy of one has its own from its first call on."""
+    return _enabled.setdefault(inner, _enabled.get(inner) or _Enabled())
 
 
 def _generating(model: Any) -> Any:

@@ -117,8 +117,6 @@ class MeasuredPacer:
 
     def __init__(self, profile: Profile, lane: str = "auto") -> None:
         self.profile = profile
-        if self._is_call(RETRY_CALLS // 2):
-            profile.riding = Rate()
         self.lane = self._choose_lane() if lane == "auto" else lane
         self._skipped: dict[str, int] = {}
         self._probe_after: dict[str, int] = {}
@@ -238,22 +236,22 @@ class MeasuredPacer:
         """Drafts pay if answers become cheaper by more than they cost, and until that is known."""
         profile = self.profile
         known = profile.answer_cost
-        # A draft was in vain where thinking never ended.
-        pays = profile.draft_cost == 0.0
         if "drafts" in known:
             saved = (self._undrafted_cost() - known["drafts"]) * profile.answer_tokens
             pays = saved > profile.draft_cost
-        if self._is_call(RETRY_CALLS):
-            return "this call measures what answers cost without one" if pays else None
-        return None if pays else "drafts have cost more than they saved"
-
-    def _is_call(self, n_th: int) -> bool:
-        """Whether this call is the `n_th` of every `RETRY_CALLS`."""
-        return self.profile.calls % RETRY_CALLS == n_th - 1
+        else:
+            # A draft was in vain where thinking never ended.
+            pays = profile.draft_cost == 0.0
+        retries = profile.calls % RETRY_CALLS == RETRY_CALLS - 1
+        if pays and retries and "drafts" in known:
+            return "this call measures what answers cost without one"
+        return None if pays or retries else "drafts have cost more than they saved"
 
     def finish(self, stats: SpeculationStats) -> None:
         profile = self.profile
         profile.calls += 1
+        if profile.calls % RETRY_CALLS == RETRY_CALLS // 2:
+            profile.riding = Rate()
         answer = [entry for entry in stats.rounds if entry.phase == "answering"]
         n_tokens = sum(entry.n_committed for entry in answer)
         if not profile.step_seconds:

@@ -34,8 +34,7 @@ def refuse_arguments(model: Any, kwargs: dict[str, Any]) -> None:
                 "Use plain generate with this adapter",
             )
         )
-    defaults = kwargs.get("generation_config") or getattr(model, "generation_config", None)
-    if kwargs.get("token_healing", getattr(defaults, "token_healing", False)):
+    if _effective("token_healing", model, kwargs):
         raise UnsupportedError(
             message(
                 "token_healing is set",
@@ -67,6 +66,13 @@ def refuse_arguments(model: Any, kwargs: dict[str, Any]) -> None:
                 "Leave assistant_model out, or set step_speculation to let it write steps (lossy)",
             )
         )
+
+
+def _effective(name: str, model: Any, kwargs: dict[str, Any]) -> Any:
+    """What `generate` will use: the argument, else the given config's, else the model's default."""
+    sources = (kwargs.get("generation_config"), getattr(model, "generation_config", None))
+    values = (kwargs.get(name), *(getattr(source, name, None) for source in sources))
+    return next((value for value in values if value is not None), None)
 
 
 def refuse_call(call: HostCall, synced_gpus: bool | None) -> None:

@@ -231,7 +231,7 @@ class Recorder:
         self._notes: list[str] = []
 
     def now(self) -> float:
-        """Seconds since the call began."""
+        """Seconds since the call began, without those of `on_round`."""
         return time.perf_counter() - self._origin
 
     def begin_round(self) -> None:
@@ -262,7 +262,9 @@ class Recorder:
         )
         self._rounds.append(entry)
         if self._on_round is not None:
+            before = time.perf_counter()
             self._on_round(entry)
+            self._origin += time.perf_counter() - before
         return entry
 
     def draft(self, draft: Draft, seconds: float) -> None:

@@ -356,6 +356,8 @@ class SuffixIndex:
                 state, length = automaton.match(suffix)
                 if length > matched:
                     found, node, matched = (source, automaton), state, length
+                if matched == len(suffix):
+                    break  # no other match is longer
             if found is None:
                 return None
             source, automaton = found

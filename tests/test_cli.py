@@ -221,6 +221,7 @@ def test_config_of_a_file(tmp_path: Path) -> None:
         (b'{"lanes": "stream"}', "Did you mean 'lane'?"),
         (b'{"suffix": {"factor": 0}}', "suffix.factor is 0"),
         (b'{"max_draft_tokens": ' + b"9" * 5000 + b"}", "4300 digits"),
+        (b"[" * 100_000, "recursion"),
     ],
 )
 def test_unusable_config_file(data: bytes, expected: str, tmp_path: Path) -> None:

@@ -176,10 +176,8 @@ def test_records_and_bad_lines(model_dir: Path, oracle: Oracle, tmp_path: Path) 
     reported = [line for line in result.stderr.splitlines() if line.startswith("line ")]
     numbers = sorted(int(line.split()[1]) for line in reported)
     assert numbers == [2, 5, 6, 7, 8, 9, 10, 11, 14]
-    assert "line 5  the id 'a' is the id of line 1, too" in reported
-    assert (
-        "line 14  the number, which stands in for an id, 14 is the id of line 13, too" in reported
-    )
+    assert "line 5  the id 'a' is taken by line 1" in reported
+    assert "line 14  the id 14 (the line number, as none is given) is taken by" in result.stderr
     assert "9 lines could not be used" in result.stderr
 
 

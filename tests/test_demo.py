@@ -16,6 +16,7 @@ import pytest
 from cli_models import Oracle, save_thinking_model
 
 import ssr_hf
+from ssr_hf import rows
 from ssr_hf.cache import support
 from ssr_hf.demo import build_app
 from ssr_hf.demo.app import coloured, respond
@@ -158,13 +159,15 @@ def test_first_click_does_not_pay_for_the_probe(
     """A first click that looks slow, because the model is probed while the clock runs."""
     monkeypatch.setitem(sys.modules, "gradio", MagicMock())
     monkeypatch.setattr("ssr_hf.demo.app.find_spec", lambda name: name)
-    probe = MagicMock(side_effect=support._probe)
-    monkeypatch.setattr(support, "_probe", probe)
+    probes = []
+    for module in (support, rows):
+        probes.append(MagicMock(side_effect=module._probe))
+        monkeypatch.setattr(module, "_probe", probes[-1])
     fresh = Oracle(save_thinking_model(tmp_path))
     build_app(fresh.model, fresh.tokenizer)
-    assert probe.call_count == 1
+    assert [probe.call_count for probe in probes] == [1, 1]
     list(respond(fresh.model, fresh.tokenizer, PROMPT, 6, N_TOKENS, False))
-    assert probe.call_count == 1
+    assert [probe.call_count for probe in probes] == [1, 1]
 
 
 @pytest.mark.skipif(find_spec("gradio") is None, reason="needs gradio")

@@ -89,6 +89,26 @@ def test_a_model_with_a_generate_of_its_own_is_freed_and_copied_with_it() -> Non
     assert alive() is None
 
 
+def test_enabling_again_around_a_wrapper() -> None:
+    """A wrapper over our method that is stored as what lies under it: both call each other."""
+    model = copy.deepcopy(build_model(FAMILY))
+    declared = declare(FAMILY)
+    before = dict(vars(model))
+    ours = ssr_hf.enable(model).generate
+    calls: list[str] = []
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        calls.append("wrapper")
+        return ours(*args, **kwargs)
+
+    model.generate = wrapper
+    ssr_hf.enable(model)
+    fast = generate(model, declared.prompt, self_speculation=declared.config())
+    assert fast.speculation.drafts and calls == ["wrapper"]
+    ssr_hf.disable(model)
+    assert dict(vars(model)) == before
+
+
 @pytest.mark.parametrize("off", [None, False])
 def test_without_the_argument_nothing_changes(off: object) -> None:
     """An enabled model that decodes in another way although nobody asked for it."""

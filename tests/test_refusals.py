@@ -15,6 +15,7 @@ from peft import PromptTuningConfig, get_peft_model
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
+    GenerationConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     QuantizedCache,
@@ -87,8 +88,10 @@ def test_default_token_healing() -> None:
     """A default of the model is read by `generate`, which then fails with a message of its own."""
     model = build_model(FAMILY)
     model.generation_config.token_healing = True
+    given = GenerationConfig(max_new_tokens=3)
     try:
         _refuse(UnsupportedError, "token_healing.*heal_tokens", model=model)
+        _refuse(UnsupportedError, "token_healing", model=model, generation_config=given)
     finally:
         model.generation_config.token_healing = False
 

@@ -154,6 +154,11 @@ def test_refuses_a_threshold_without_a_number(given: object) -> None:
         tell(STORY, threshold=lambda index, tokens: given)
 
 
+def test_a_threshold_may_be_any_number() -> None:
+    """A number of numpy or torch that is taken for none in the middle of a generation."""
+    tell(STORY, threshold=lambda index, tokens: torch.tensor(5.0))
+
+
 def test_a_function_reads_the_answer_to_a_score_prompt() -> None:
     """A scorer of the user's own that is never given an answer, whatever it asks."""
     answers = []
@@ -169,18 +174,27 @@ def test_a_function_reads_the_answer_to_a_score_prompt() -> None:
     assert answers and all(answer.dim() == 1 for answer in answers)
 
 
-def test_a_small_model_that_the_prompt_does_not_fit_says_so() -> None:
+@pytest.mark.parametrize("n_positions", [3, 24, 30])
+def test_a_text_that_does_not_fit_the_small_model_says_so(n_positions: int) -> None:
     """The base model alone at the price of both, and no word."""
     base, small = models(STORY, "full", "same")
-    small.config.max_position_embeddings = 3
+    small.config.max_position_embeddings = n_positions
     ids = torch.tensor([base.tokenizer.encode(PROMPT)])
-    arguments = {"assistant_model": small, "tokenizer": base.tokenizer, "max_new_tokens": 40}
+    arguments = {"assistant_model": small, "tokenizer": base.tokenizer, "max_new_tokens": 80}
     with enabled(base):
         output = base.generate(
             ids, step_speculation=True, return_dict_in_generate=True, **arguments
         )
+    assert output.sequences.shape[1] > n_positions
     assert "does not fit the small model" in output.step_speculation.notes[0]
-    assert output.step_speculation.count("assistant") == 0
+
+
+def test_a_prompt_of_one_token_is_short_and_not_full() -> None:
+    """A small model that is switched off for good because it could not begin."""
+    story = Story(small={"": "s0.", "b0.": "s1."}, base={"": "b0."})
+    told = tell(story, prompt="<think>")
+    assert told.authors == ["base", "assistant", "assistant"]
+    assert told.output.step_speculation.notes == ()
 
 
 def test_refuses_a_scorer_without_a_number() -> None:

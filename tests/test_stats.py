@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,14 @@ def test_tokens_of_thinking_and_answer(
     recorder.end_round("none", 1, Candidates(), Verdict(tuple(token_ids), 0, False), 1)
     stats = recorder.stats(tracker)
     assert (stats.thinking_tokens, stats.answer_tokens, stats.thinking_ended) == counts
+
+
+def test_time_of_the_callback_is_nobodys() -> None:
+    """A page that draws after each round makes drafts look dear."""
+    recorder = Recorder(on_round=lambda entry: time.sleep(0.2))
+    recorder.begin_round()
+    recorder.end_round("none", 1, Candidates(), Verdict((1,), 0, False), 1)
+    assert recorder.now() < 0.1
 
 
 def test_thinking_too_short_for_a_draft_says_so() -> None:

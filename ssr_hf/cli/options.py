@@ -263,7 +263,7 @@ def _read_config(path: Path) -> ssr_hf.SelfSpeculationConfig:
         raise InputError(f"--config {path} cannot be read: {error}") from error
     try:
         return ssr_hf.SelfSpeculationConfig.from_json(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"--config {path} cannot be used: {error}") from error
 
 

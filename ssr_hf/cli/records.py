@@ -71,8 +71,8 @@ def read_items(path: Path) -> tuple[list[Item], list[BadLine]]:
             continue
         first = seen.setdefault(item.identifier, number)
         if first != number:
-            kind = "id" if "id" in item.fields else "number, which stands in for an id,"
-            reason = f"the {kind} {item.identifier!r} is the id of line {first}, too"
+            origin = "" if "id" in item.fields else " (the line number, as none is given)"
+            reason = f"the id {item.identifier!r}{origin} is taken by line {first}"
             bad.append(BadLine(line=number, reason=reason))
         else:
             items.append(item)

@@ -97,7 +97,8 @@ def build_app(model: Any = None, tokenizer: Any = None) -> Any:
 
 def _warm_up(model: Any, tokenizer: Any, prompt: str) -> None:
     """Takes what only a first call costs, such as probing the model, out of the first click."""
-    config = ssr_hf.SelfSpeculationConfig()
+    # A draft, too, asks the model something once.
+    config = ssr_hf.SelfSpeculationConfig(draft_budget=2, adaptive=False)
     for _ in stream(model, tokenizer, prompt, config, WARM_UP_TOKENS):
         pass
 
@@ -115,10 +116,10 @@ def respond(
     Yields:
         `tuple[str, str]`: Coloured text as HTML and statistics as Markdown.
     """
-    config = ssr_hf.SelfSpeculationConfig(draft_budget=int(draft_budget))
+    config = ssr_hf.SelfSpeculationConfig(draft_budget=int(draft_budget)).without_history()
     progress = Progress()
     shown_at = 0.0
-    for progress in stream(model, tokenizer, prompt, config.without_history(), int(max_new_tokens)):
+    for progress in stream(model, tokenizer, prompt, config, int(max_new_tokens)):
         if progress.seconds - shown_at > REDRAW_SECONDS:
             shown_at = progress.seconds
             yield coloured(progress.pieces), _figures(progress)

@@ -161,15 +161,18 @@ class StepSpeculationConfig:
         Raises:
             `ConfigError`: The function gave no number.
         """
-        threshold = self.threshold(index, tokens) if callable(self.threshold) else self.threshold
-        is_number = isinstance(threshold, (int, float)) and not math.isnan(threshold)
+        given = self.threshold(index, tokens) if callable(self.threshold) else self.threshold
+        try:
+            threshold = float(given)
+        except (TypeError, ValueError):
+            threshold = math.nan
         _require(
-            is_number,
-            f"The threshold function gave {threshold!r} for step {index}",
+            not math.isnan(threshold),
+            f"The threshold function gave {given!r} for step {index}",
             "A number is accepted",
             "Return for instance math.inf to reject a step",
         )
-        return float(threshold)
+        return threshold
 
     @classmethod
     def coerce(cls, value: object) -> StepSpeculationConfig | None:

@@ -106,6 +106,8 @@ class StepSpeculation:
 
     def stats(self, rounds: Iterable[Round]) -> StepSpeculationStats:
         """What happened; `rounds` are those of the whole generation."""
+        if self._parts.writer.is_full:
+            self.recorder.note("the text does not fit the small model; the base model writes alone")
         if not self.recorder.steps:
             self.recorder.note("no step was proposed: the text has no thinking")
         return self.recorder.stats(rounds, self._parts.writer.forwards)
@@ -191,8 +193,6 @@ class StepSpeculation:
         limit = self._room()
         with self.recorder.time("proposing"):
             proposal = self._parts.writer.propose(limit)
-        if self._parts.writer.is_full:
-            self.recorder.note("the text does not fit the small model; the base model writes alone")
         if proposal is not None:
             fitting = self._fitting(proposal.token_ids[:limit])
             written = proposal.written if fitting == proposal.token_ids else None

@@ -162,7 +162,9 @@ class StepWriter:
     def _fork(self) -> Target | None:
         """A fork that has read everything but a few last tokens; None where there is no room."""
         state = None if self.is_full else self._follow()
-        if state is None or len(state.sequence) + 1 >= self._rules.max_length:
+        if state is None:
+            return None
+        if len(state.sequence) + 1 >= self._rules.max_length:
             self.is_full = True
             return None
         return state.fork(TokenSequence(state.sequence.ids))
@@ -181,7 +183,8 @@ class StepWriter:
 
     def _read_prompt(self, token_ids: Sequence[int]) -> Target | None:
         """Reads all tokens but the last, which is fed with the next forward."""
-        if not 2 <= len(token_ids) < self._rules.max_length:
+        self.is_full = len(token_ids) >= self._rules.max_length
+        if self.is_full or len(token_ids) < 2:
             return None
         ids = torch.tensor([token_ids], device=self._model.device)
         text = TokenSequence(ids[:, :-1])
