@@ -60,9 +60,11 @@ CHAT_TEMPLATE = (
 PRE_TOKEN = r"\n|[A-Za-z]+|[0-9]{1,2}|[^A-Za-z0-9\n]+"
 VOCAB_SIZE = 1000
 MIN_NOTES, MAX_NOTES = 5, 8
-# Layers, width, heads, their size, and width of the feed-forward layers. Many thin layers: as in a
-# large model on a GPU, a forward then costs its kernel launches more than its arithmetic.
-PRESETS = {"base": (8, 192, 3, 32, 192), "small": (2, 192, 6, 32, 576)}
+# Layers, width, heads, key-value heads, size of a head, and width of the feed-forward layers. The
+# base has many thin layers, so that a forward is more kernel launches than arithmetic, as that of a
+# large model on a GPU is, and no grouped heads, which a CPU copies out anew in each forward of
+# several tokens.
+PRESETS = {"base": (8, 192, 3, 3, 32, 192), "small": (2, 192, 6, 3, 32, 576)}
 MAX_POSITIONS = 2048
 # Tokens of a suffix, and of a proposal, when the evaluation replays an answer against a draft.
 SUFFIX_LENGTH, MAX_PROPOSAL = 4, 16
@@ -134,9 +136,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Qwen3ForC
         intermediate_size=recipe.feed_forward,
         num_hidden_layers=recipe.layers,
         num_attention_heads=recipe.heads,
-        # Grouped heads would save cache, of which there is little here, and are copied out anew in
-        # each forward of several tokens.
-        num_key_value_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
         head_dim=recipe.head_size,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
@@ -153,6 +153,7 @@ def shape_of(config: Qwen3Config) -> list[int]:
         config.num_hidden_layers,
         config.hidden_size,
         config.num_attention_heads,
+        config.num_key_value_heads,
         config.head_dim,
         config.intermediate_size,
     ]
@@ -257,6 +258,7 @@ class Recipe:
     layers: int
     width: int
     heads: int
+    kv_heads: int
     head_size: int
     feed_forward: int
     steps: int
@@ -708,14 +710,12 @@ def stage_commands(output: Path, stages: Sequence[Stage]) -> list[str]:
     commands = []
     for number, stage in enumerate(stages, start=1):
         last = number == len(stages)
+        names = ("layers", "width", "heads", "kv_heads", "head_size", "feed_forward")
+        shape = {name.replace("_", "-"): getattr(stage.recipe, name) for name in names}
         options = {
             "output": output.name if last else f"{output.name}_{number}",
             "init-from": f"{output.name}_{number - 1}" if number > 1 else None,
-            "layers": stage.recipe.layers,
-            "width": stage.recipe.width,
-            "heads": stage.recipe.heads,
-            "head-size": stage.recipe.head_size,
-            "feed-forward": stage.recipe.feed_forward,
+            **({} if number > 1 else shape),
             "steps": stage.steps,
             "seed": stage.recipe.seed,
             "peak-lr": stage.recipe.peak_lr,
@@ -740,6 +740,9 @@ def train(
     layers: Annotated[int | None, typer.Option(help="Layers, instead of the preset's.")] = None,
     width: Annotated[int | None, typer.Option(help="Width, instead of the preset's.")] = None,
     heads: Annotated[int | None, typer.Option(help="Heads, instead of the preset's.")] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="Key-value heads, instead of the preset's.")
+    ] = None,
     head_size: Annotated[
         int | None, typer.Option(help="Size of a head, instead of the preset's.")
     ] = None,
@@ -757,7 +760,7 @@ def train(
         float | None, typer.Option(help="Minutes after which the schedule ends at the latest.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the data and of the weights.")] = 0,
-    peak_lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 1.5e-3,
+    peak_lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-3,
     warmup_steps: Annotated[int, typer.Option(help="Steps until the highest rate.")] = 150,
     batch_tokens: Annotated[int, typer.Option(help="Tokens in a batch, with padding.")] = 5000,
     cut_fraction: Annotated[
@@ -782,7 +785,9 @@ def train(
         raise typer.BadParameter(f"--output is {output}, in which this directory lies")
     source = tokenizer or init_from
     trained = load_tokenizer(source) if source else train_tokenizer(seed)
-    given = (layers, width, heads, head_size, feed_forward)
+    given = (layers, width, heads, kv_heads, head_size, feed_forward)
+    if init_from and any(given):
+        raise typer.BadParameter("--init-from fixes the shape. Leave out --layers and the like")
     shape = [value or usual for value, usual in zip(given, PRESETS[preset], strict=True)]
     model = None
     if init_from:
