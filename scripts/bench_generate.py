@@ -134,6 +134,9 @@ def make_settings(common: dict[str, Any], lanes: list[str]) -> dict[str, dict[st
         "published spans": {
             "self_speculation": {"suffix": reference.suffix, "adaptive": False, **common}
         },
+        "without history": {
+            "self_speculation": ssr_hf.SelfSpeculationConfig(**common).without_history()
+        },
         "default": {"self_speculation": common},
     }
     for lane in lanes:
@@ -248,8 +251,11 @@ def main(
         if name != "default":
             bench.run(texts[0], arguments)
     runs: dict[str, list[Run]] = {name: [] for name in settings}
+    # No setting profits from what another one measured; only `default` writes a history.
+    profiles = {name: ssr_hf.Profile() for name in settings}
     for text in track(texts, description="prompts", console=Console(stderr=True)):
         for name, arguments in settings.items():
+            ssr_hf.enable(loaded, profile=profiles[name])
             runs[name].append(bench.run(text, arguments))
     rows = summarise(runs)
     print_table(rows, f"{model}, {len(texts)} prompts, {threads} threads, {dtype}")

@@ -72,6 +72,7 @@ class Setting:
     tokenizer: Any
     arguments: Callable[[Problem], dict[str, Any]]
     alone: bool = False
+    profile: ssr_hf.Profile = field(default_factory=ssr_hf.Profile)
     runs: list[Run] = field(default_factory=list)
 
 
@@ -102,6 +103,7 @@ class Bench:
         prompt = problem.small_prompt if setting.alone else problem.base_prompt
         inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
         arguments = setting.arguments(problem)
+        ssr_hf.enable(self.base, profile=setting.profile)
         start = time.perf_counter()
         with ForwardCounter(self.base) as counter:
             output = setting.model.generate(
@@ -246,7 +248,6 @@ def sweep(
     torch.set_num_threads(threads)
     model, tokenizer = load(base)
     assistant, _ = load(small)
-    ssr_hf.enable(model)
 
     def steps(threshold: float, **settings: Any) -> dict[str, Any]:
         config = StepSpeculationConfig(
@@ -318,7 +319,6 @@ def words(
     torch.set_num_threads(threads)
     model, tokenizer = load(base)
     assistant, assistant_tokenizer = load(small)
-    ssr_hf.enable(model)
 
     def arguments(problem: Problem, scorer: str, threshold: float) -> dict[str, Any]:
         return {
