@@ -1,13 +1,14 @@
-"""What several benchmarks share: loading a model, and counting its forwards."""
+"""What several benchmarks share: models, data sets, counted forwards and saved results."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ssr_hf
@@ -41,6 +42,48 @@ def _source(name: str) -> dict[str, str]:
     if path.suffix == ".gguf":
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     return {"pretrained_model_name_or_path": name}
+
+
+def read_rows(
+    source: str, fields: Sequence[str], n_rows: int, subset: str | None = None, split: str = "test"
+) -> list[dict[str, Any]]:
+    """The first rows of a data set.
+
+    Args:
+        source (`str`): A JSONL file, which may be compressed, a folder, or a data set of the Hub.
+        fields (`Sequence[str]`): Columns that it must have.
+        n_rows (`int`): Most rows.
+        subset (`str`, *optional*): Name of a part of the data set; not for files.
+        split (`str`): Likewise.
+
+    Returns:
+        `list[dict[str, Any]]`: The rows, in order.
+
+    Raises:
+        `typer.BadParameter`: `datasets` is not installed, or a column is missing.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise typer.BadParameter("data sets need `pip install '.[eval]'`") from error
+    if Path(source).is_file():
+        data = load_dataset("json", data_files=source, split="train")
+    else:
+        data = load_dataset(source, subset, split=split)
+    missing = [field for field in fields if field not in data.column_names]
+    if missing:
+        columns = ", ".join(data.column_names)
+        raise typer.BadParameter(f"{source} has no column {missing[0]!r}; it has {columns}")
+    return list(data.select(range(min(n_rows, len(data)))))
+
+
+def save_results(path: Path | None, facts: dict[str, Any]) -> None:
+    """Writes what a benchmark found, with time and commit; a folder gets a file of its own."""
+    if path is None:
+        return
+    import evaluate
+
+    evaluate.save(path, **facts)
 
 
 class ForwardCounter:

@@ -14,7 +14,6 @@ Prints a table; the last line of standard output is one JSON document.
 
 from __future__ import annotations
 
-import gzip
 import json
 import platform
 import statistics
@@ -26,7 +25,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench_common import ForwardCounter, load
+from bench_common import ForwardCounter, load, read_rows, save_results
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -116,14 +115,6 @@ class Bench:
         return 0
 
 
-def read_prompts(path: Path | None, n_prompts: int, seed: int) -> list[str]:
-    """User messages: fresh problems of the embedded model, or the field `prompt` of a JSONL."""
-    if path is None:
-        return [problem.prompt for problem in ssr_hf.tiny_reasoner_prompts(n_prompts, seed=seed)]
-    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
-    return [json.loads(line)["prompt"] for line in text.splitlines() if line.strip()][:n_prompts]
-
-
 def make_settings(common: dict[str, Any], lanes: list[str]) -> dict[str, dict[str, Any]]:
     """Ways to decode by name; `common` holds markers and budgets."""
     reference = ssr_hf.SelfSpeculationConfig.reference()
@@ -209,7 +200,12 @@ def print_table(rows: list[dict[str, Any]], title: str) -> None:
 
 def main(
     model: Annotated[str, typer.Option(help="Hub id, directory, GGUF file or 'tiny'.")] = "tiny",
-    prompts: Annotated[Path | None, typer.Option(help="JSONL file with a field 'prompt'.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="JSONL file, folder or data set of the Hub.")
+    ] = None,
+    field: Annotated[str, typer.Option(help="Its column of user messages.")] = "prompt",
+    subset: Annotated[str | None, typer.Option(help="Part of the data set.")] = None,
+    split: Annotated[str, typer.Option(help="Split of the data set.")] = "test",
     n_prompts: Annotated[int, typer.Option(help="Prompts to run.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the embedded model's problems.")] = 1,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
@@ -225,6 +221,7 @@ def main(
     clock: Annotated[
         str, typer.Option(help="'wall', or 'cpu' on a busy machine with one thread.")
     ] = "wall",
+    save: Annotated[Path | None, typer.Option(help="File or folder for the results.")] = None,
 ) -> None:
     """Measures every setting on every prompt."""
     global now
@@ -240,12 +237,17 @@ def main(
         "end_of_thinking": end_of_thinking,
     }
     settings = make_settings(common, lane or [])
+    messages = (
+        [problem.prompt for problem in ssr_hf.tiny_reasoner_prompts(n_prompts, seed=seed)]
+        if prompts is None
+        else [row[field] for row in read_rows(prompts, [field], n_prompts, subset, split)]
+    )
     texts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
         )
         + think_open
-        for text in read_prompts(prompts, n_prompts, seed)
+        for text in messages
     ]
     for name, arguments in settings.items():  # first calls load kernels and probe the model
         if name != "default":
@@ -271,6 +273,7 @@ def main(
         "rows": rows,
         "notes": sorted({n for r in runs["default"] if r.speculation for n in r.speculation.notes}),
     }
+    save_results(save, facts)
     print(json.dumps(facts))
     raise typer.Exit(
         0 if all(row["identical"] for row in rows if "lookup" not in row["setting"]) else 1

@@ -2,11 +2,14 @@
 
     python scripts/bench_specreason.py sweep --small tiny_reasoner_small --prompts 100
     python scripts/bench_specreason.py words --base gemma.gguf --small smollm2.gguf --prompts 10
+    python scripts/bench_specreason.py words --base Qwen/Qwen3-8B --small Qwen/Qwen3-0.6B \\
+        --questions openai/gsm8k --subset main --thinking-budget 2000 --max-new-tokens 3000
 
 `sweep` runs a pair with one tokenizer on fresh problems of the embedded model: accuracy, latency,
 thinking tokens and accepted steps for every threshold, then step speculation, self-speculation and
-both together. `words` runs two models with different tokenizers on word problems from
-`reasoning-gym`; models without thinking markers are given some as text, and a thinking budget.
+both together. `words` runs two models, which may have different tokenizers, on word problems from
+`reasoning-gym` or on a data set of questions and answers; models without thinking markers are
+given some as text, and a thinking budget.
 
 Every setting runs on every prompt, one after the other within each prompt, so that a slow minute of
 the machine meets all of them. Prints a table, and then one JSON document on a line.
@@ -29,7 +32,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench_common import ForwardCounter, load
+from bench_common import ForwardCounter, load, read_rows, save_results
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -212,15 +215,15 @@ def save_plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def report(
-    rows: list[dict[str, Any]], title: str, plot: Path | None, facts: dict[str, Any]
+    rows: list[dict[str, Any]], title: str, save: Path | None, facts: dict[str, Any]
 ) -> None:
-    """Prints the table, saves the plot, and ends with one JSON line."""
+    """Prints the table, saves the results, and ends with one JSON line."""
     show(rows, title)
-    if plot is not None:
-        save_plot(rows, plot)
     versions = {name: version(name) for name in ("torch", "transformers", "ssr-hf")}
     machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), **versions}
-    print(json.dumps({"bench": "specreason", **facts, **machine, "rows": rows}, allow_nan=False))
+    document = {"bench": "specreason", **facts, **machine, "rows": rows}
+    save_results(save, document)
+    print(json.dumps(document, allow_nan=False))
 
 
 def parameters(model: Any) -> float:
@@ -239,6 +242,7 @@ def sweep(
     max_new_tokens: Annotated[int, typer.Option(help="Longest output.")] = 1024,
     threads: Annotated[int, typer.Option(help="Of torch.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="Where to save the plot.")] = None,
+    save: Annotated[Path | None, typer.Option(help="File or folder for the results.")] = None,
 ) -> None:
     """A pair with one tokenizer: every threshold, then both methods together."""
     if plot is not None:  # not found out after a quarter of an hour
@@ -289,7 +293,10 @@ def sweep(
     }
     sizes = f"{facts['base_parameters_m']}M base, {facts['small_parameters_m']}M small"
     title = f"{sizes}, scorer logprob"
-    report(summarise(settings), title, plot, facts)
+    rows = summarise(settings)
+    report(rows, title, save, facts)
+    if plot is not None:
+        save_plot(rows, plot)
 
 
 def _chat(tokenizer: Any, text: str) -> str:
@@ -312,18 +319,31 @@ def words(
     thresholds: Annotated[str, typer.Option(help="Digits.")] = "0,3,5,7,10",
     scorers: Annotated[str, typer.Option(help="Ways to score.")] = "digit,expected",
     threads: Annotated[int, typer.Option(help="Of torch.")] = 2,
+    questions: Annotated[
+        str | None,
+        typer.Option(help="JSONL file, folder or data set of the Hub: 'question', 'answer'."),
+    ] = None,
+    subset: Annotated[str | None, typer.Option(help="Part of the data set.")] = None,
+    split: Annotated[str, typer.Option(help="Split of the data set.")] = "test",
+    save: Annotated[Path | None, typer.Option(help="File or folder for the results.")] = None,
 ) -> None:
-    """Two models with different tokenizers on word problems."""
-    from reasoning_gym import create_dataset
-
+    """Two models, which may have different tokenizers, on questions with a number as answer."""
+    items = (
+        word_problems(prompts, seed)
+        if questions is None
+        else read_rows(questions, ["question", "answer"], prompts, subset, split)
+    )
     torch.set_num_threads(threads)
     model, tokenizer = load(base)
     assistant, assistant_tokenizer = load(small)
+    shares_ids = assistant_tokenizer.get_vocab() == tokenizer.get_vocab()
 
     def arguments(problem: Problem, scorer: str, threshold: float) -> dict[str, Any]:
         return {
             "step_speculation": StepSpeculationConfig(
-                threshold=threshold, scorer=scorer, assistant_prompt=problem.small_prompt
+                threshold=threshold,
+                scorer=scorer,
+                assistant_prompt=None if shares_ids else problem.small_prompt,
             ),
             "self_speculation": SelfSpeculationConfig(
                 end_of_thinking="</think>",
@@ -350,20 +370,20 @@ def words(
             for threshold in thresholds.split(",")
         ),
     ]
-    dataset = create_dataset("gsm_symbolic", size=prompts, seed=seed)
     problems = [
         Problem(
             _open(tokenizer, item["question"]),
             _open(assistant_tokenizer, item["question"]),
-            lambda answer, right=item["answer"]: _last_number(answer) == float(right),
+            functools.partial(_is_same_number, item["answer"]),
         )
-        for item in dataset
+        for item in items
     ]
     bench = Bench(model, max_new_tokens, "</think>", thinking_budget)
     bench.run_all(settings, problems)
     facts = {
         "mode": "words",
-        "prompts": prompts,
+        "prompts": len(problems),
+        "questions": questions or "reasoning-gym gsm_symbolic",
         "base": Path(base).name,
         "small": Path(small).name,
         "thinking_budget": thinking_budget,
@@ -372,7 +392,17 @@ def words(
             for setting in settings[2:]
         },
     }
-    report(summarise(settings), f"{facts['base']}, {facts['small']}", None, facts)
+    report(summarise(settings), f"{facts['base']}, {facts['small']}", save, facts)
+
+
+def word_problems(n_problems: int, seed: int) -> list[dict[str, Any]]:
+    """Grade-school word problems, written by a generator."""
+    try:
+        from reasoning_gym import create_dataset
+    except ImportError as error:
+        message = "the word problems need `pip install reasoning-gym`; or pass --questions"
+        raise typer.BadParameter(message) from error
+    return list(create_dataset("gsm_symbolic", size=n_problems, seed=seed))
 
 
 def _open(tokenizer: Any, question: str) -> str:
@@ -382,7 +412,12 @@ def _open(tokenizer: Any, question: str) -> str:
     return f"{prompt}<think>\n"
 
 
+def _is_same_number(right: str, answer: str) -> bool:
+    return _last_number(answer) == _last_number(right)
+
+
 def _last_number(answer: str) -> float:
+    """The number that an answer ends with, as in GSM8K; not a number where there is none."""
     numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", answer)
     return float(numbers[-1].replace(",", "")) if numbers else math.nan
 

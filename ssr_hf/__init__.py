@@ -8,6 +8,7 @@ from .assets import fit_threads, load_tiny_reasoner, tiny_reasoner_prompts
 from .budget import ThinkingBudgetLogitsProcessor
 from .candidates import SuffixCandidateGenerator
 from .config import SelfSpeculationConfig, SuffixConfig
+from .detokenizer import IncrementalDetokenizer
 from .errors import ConfigError, MarkerError, SelfSpeculationError, UnsupportedError
 from .generation import disable, enable, self_speculative_decoding
 from .markers import ThinkingMarkers
@@ -21,6 +22,7 @@ __version__ = version("ssr-hf")
 __all__ = [
     "ConfigError",
     "DraftReport",
+    "IncrementalDetokenizer",
     "MarkerError",
     "Profile",
     "ProposedStep",

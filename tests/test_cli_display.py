@@ -15,7 +15,7 @@ from ssr_hf import DraftReport, Round, SpeculationStats, ThinkingMarkers
 from ssr_hf.cli.chart import print_chart
 from ssr_hf.cli.comparing import Comparison, medians
 from ssr_hf.cli.console import Meter, busy
-from ssr_hf.cli.painting import TextPainter, TokenDecoder, legend
+from ssr_hf.cli.painting import TextPainter, legend
 from ssr_hf.cli.report import comparison_table, drafts_line
 from ssr_hf.cli.running import Run
 from ssr_hf.cli.timeline import answer_start, timeline
@@ -158,30 +158,6 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     """A model that writes escape sequences and takes over the terminal."""
     lines = plain_lines(paint("a\x1b[31mb\x07c\td\r\n", 80))
     assert lines[0].strip() == "a[31mbc    d"
-
-
-@pytest.mark.parametrize("text", ["déjà vu\n  — 漢字 🙂\n", "  two\n\n   three"])
-def test_decoder_gives_whole_characters(text: str) -> None:
-    """Characters of several tokens shown as question marks, or spaces lost at line breaks."""
-    decoder = TokenDecoder(TOKENIZER)
-    pieces = [decoder.push(token) for token in TOKENIZER.encode(text, add_special_tokens=False)]
-    assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
-    unfinished = TOKENIZER.encode("é", add_special_tokens=False)[:1]
-    assert (decoder.push(unfinished[0]), decoder.rest()) == ("", "\ufffd")
-
-
-def test_decoder_keeps_a_space_at_the_beginning_of_a_line() -> None:
-    """Indentation lost with vocabularies that drop the space of the first token they decode."""
-
-    class DropsFirstSpace:
-        words = ("a", "\n", " b")
-
-        def decode(self, token_ids: list[int], **_: Any) -> str:
-            return "".join(self.words[index] for index in token_ids).removeprefix(" ")
-
-    tokenizer: Any = DropsFirstSpace()
-    decoder = TokenDecoder(tokenizer)
-    assert "".join(decoder.push(index) for index in (0, 1, 2)) == "a\n b"
 
 
 def test_timeline_joins_neighbours() -> None:

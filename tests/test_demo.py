@@ -85,22 +85,6 @@ def test_end_tokens_and_last_characters(oracle: Oracle) -> None:
     assert pieces == [(f"{letter}\n{letter}\ufffd", "draft")]
 
 
-def test_a_token_costs_the_same_in_long_texts(oracle: Oracle) -> None:
-    """The whole text decoded once more for each of its tokens."""
-    longest = 0
-
-    class Watched:
-        def decode(self, token_ids: list[int], **settings: Any) -> str:
-            nonlocal longest
-            longest = max(longest, len(token_ids))
-            return oracle.tokenizer.decode(token_ids, **settings)
-
-    text = _LabelledText(Watched(), [], frozenset())
-    for token_id in oracle.tokenizer.encode("a row\n" * 50, add_special_tokens=False):
-        text.push(token_id, None)
-    assert longest <= len("a row\n") + 1
-
-
 def test_stream_raises_what_generate_raises(oracle: Oracle) -> None:
     """A browser that waits for ever, because the error stayed in the thread."""
     with pytest.raises(ssr_hf.ConfigError, match="prompt is empty"):

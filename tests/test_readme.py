@@ -31,6 +31,7 @@ from ssr_hf.cli import app as ssr_hf_app
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+MEASURED = (ROOT / "scripts" / "README.md").read_text(encoding="utf-8")
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -87,7 +88,7 @@ def commands(text: str) -> Iterator[Command]:
 
 COMMANDS = [
     pytest.param(command, id=f"{name}:{command.line} {command.text[:40]}")
-    for name, text in (("README", README), ("CONTRIBUTING", CONTRIBUTING))
+    for name, text in (("README", README), ("CONTRIBUTING", CONTRIBUTING), ("scripts", MEASURED))
     for command in commands(text)
 ]
 
@@ -221,9 +222,9 @@ def run_script(arguments: list[str]) -> None:
 
 
 def run_typer(app: typer.Typer, name: str, arguments: list[str]) -> None:
-    """Runs a command, shortened; parses it where it reads a model that only the reader has."""
+    """Runs a command, shortened; parses it where it reads what only the reader has."""
     words = [HUB_ID.sub(str(TINY_REASONER_DIR), word) for word in arguments]
-    if any("DIR" in word or word.endswith(".gguf") for word in words):
+    if any("DIR" in word or word.endswith(".gguf") or word == "openai/gsm8k" for word in words):
         parse(app, words)
         return
     result = CliRunner().invoke(app, [*words, *SHORTER.get(name, [])])
@@ -353,7 +354,9 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "notebooks/README.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", "notebooks/README.md", "scripts/README.md"]
+)
 def test_links_lead_somewhere(name: str) -> None:
     """A link to a file that moved, or to a heading that was renamed."""
     path = ROOT / name
@@ -368,7 +371,7 @@ def test_links_lead_somewhere(name: str) -> None:
 
 def test_benchmark_table_has_the_columns_of_the_benchmark() -> None:
     """Figures under headings that the script does not print."""
-    table = README.partition("<!-- benchmarks -->")[2].lstrip()
+    table = MEASURED.partition("<!-- benchmarks -->")[2].lstrip()
     columns = [cell.strip() for cell in table.splitlines()[0].split("|")[1:-1]]
     script = (ROOT / "scripts" / "bench_generate.py").read_text(encoding="utf-8")
     assert len(columns) > 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.style import Style
@@ -41,41 +41,6 @@ def legend(sources: Sequence[str] = ("draft", "suffix", "model")) -> Text:
     return text
 
 
-class TokenDecoder:
-    """Turns tokens into text one at a time; a character is given out with the token that ends it.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The tokenizer.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer: Any = tokenizer
-        self._line: list[int] = []
-        self._shown = ""
-
-    def push(self, token_id: int) -> str:
-        """The text that `token_id` adds; empty while a character is incomplete."""
-        self._line.append(token_id)
-        text = self._decode(self._line)
-        if text.endswith("\ufffd"):
-            return ""
-        added = text[len(self._shown) :]
-        self._shown = text
-        if text.endswith("\n"):
-            # What ends the line stays as context: some vocabularies drop a first token's space.
-            self._line = [token_id]
-            self._shown = self._decode(self._line)
-        return added
-
-    def rest(self) -> str:
-        """What is left of a character that no token completed."""
-        return self._decode(self._line)[len(self._shown) :]
-
-    def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
-        return text
-
-
 class TextPainter:
     """Writes a generation to a console while it goes on.
 
@@ -97,7 +62,7 @@ class TextPainter:
         hidden: frozenset[int] = frozenset(),
     ) -> None:
         self._console = console
-        self._decoder = TokenDecoder(tokenizer)
+        self._decoder = ssr_hf.IncrementalDetokenizer(tokenizer)
         self._ends = markers.end
         self._longest_end = max(map(len, markers.end))
         self._hidden = hidden
@@ -126,7 +91,7 @@ class TextPainter:
     def finish(self) -> None:
         """Shows what is held back and ends the line."""
         out = Text()
-        self._lay_out(out, self._decoder.rest(), Style())
+        self._lay_out(out, self._decoder.finish(), Style())
         if self._wrap is not None:
             self._wrap.flush(out)
         if self._wrap is None or not self._wrap.is_at_line_start:

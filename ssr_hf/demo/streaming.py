@@ -156,45 +156,25 @@ def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 class _LabelledText:
-    """Decodes tokens into pieces; neighbours with the same label are one piece.
-
-    Only the current line is decoded for each token, so that its cost stays the same in long texts.
-    """
+    """Decodes tokens into pieces; neighbours with the same label are one piece."""
 
     def __init__(self, tokenizer: Any, pieces: Pieces, hidden: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
+        self._detokenizer = ssr_hf.IncrementalDetokenizer(tokenizer)
         self._pieces = pieces
         self._hidden = hidden
-        self._line: list[int] = []
-        self._shown = ""
         self._label: str | None = None
 
     def push(self, token_id: int, label: str | None) -> None:
-        if token_id in self._hidden:
-            return
-        self._line.append(token_id)
-        self._label = label
-        text = self._decode()
-        if text.endswith("\ufffd"):  # a character that the next token completes
-            return
-        self._show(text)
-        if text.endswith("\n"):
-            # What ends the line stays as context: some vocabularies drop a first token's space.
-            self._line = [token_id]
-            self._shown = self._decode()
+        if token_id not in self._hidden:
+            self._label = label
+            self._show(self._detokenizer.push(token_id))
 
     def finish(self) -> None:
         """Shows what is left of a character that no token completed."""
-        self._show(self._decode())
+        self._show(self._detokenizer.finish())
 
     def _show(self, text: str) -> None:
-        added = text[len(self._shown) :]
-        self._shown = text
         if self._pieces and self._pieces[-1][1] == self._label:
-            self._pieces[-1] = (self._pieces[-1][0] + added, self._label)
-        elif added:
-            self._pieces.append((added, self._label))
-
-    def _decode(self) -> str:
-        text: str = self._tokenizer.decode(self._line, clean_up_tokenization_spaces=False)
-        return text
+            self._pieces[-1] = (self._pieces[-1][0] + text, self._label)
+        elif text:
+            self._pieces.append((text, self._label))
