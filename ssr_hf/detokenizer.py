@@ -14,8 +14,7 @@ class IncrementalDetokenizer:
     """Turns tokens into text one at a time; a character is given out with the token that ends it.
 
     The host's `TextStreamer` holds text back until a word ends, which hides from whom each token
-    came. Only the current line is decoded for a token, so that its cost does not grow with the
-    text.
+    came. Only the last tokens are decoded, so that a token costs the same in long texts.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The tokenizer.
@@ -36,27 +35,28 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer
-        self._line: list[int] = []
-        self._shown = ""
+        # What was given out last stays as context: some vocabularies drop a first token's space.
+        self._context: list[int] = []
+        self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` adds; empty while a character is incomplete."""
-        self._line.append(token_id)
-        text = self._decode()
-        if text.endswith(_INCOMPLETE):
+        self._pending.append(token_id)
+        added = self._added()
+        if added.endswith(_INCOMPLETE):
             return ""
-        added = text[len(self._shown) :]
-        self._shown = text
-        if text.endswith("\n"):
-            # What ends the line stays as context: some vocabularies drop a first token's space.
-            self._line = [token_id]
-            self._shown = self._decode()
+        self._context, self._pending = self._pending, []
         return added
 
     def finish(self) -> str:
         """What is left of a character that no token completed."""
-        return self._decode()[len(self._shown) :]
+        return self._added()
 
-    def _decode(self) -> str:
-        text: str = self._tokenizer.decode(self._line, clean_up_tokenization_spaces=False)
+    def _added(self) -> str:
+        """The text of the pending tokens behind their context."""
+        text = self._decode(self._context + self._pending)
+        return text[len(self._decode(self._context)) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
         return text
