@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class BranchPoint:
     stage: int
 
 
-class DraftStatus(str, Enum):
+class DraftStatus(StrEnum):
     """How a draft ended."""
 
     COMPLETE = "complete"  # the child wrote an end-of-sequence token

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import requires
+from importlib.metadata import metadata, requires
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import typer
 from families import FAMILIES
+from packaging.specifiers import SpecifierSet
 from pip._internal.commands import create_command
 from typer.testing import CliRunner
 
@@ -321,6 +322,15 @@ def test_requirements_are_those_of_the_package() -> None:
     """A supported range that is written down twice and differs."""
     for requirement in re.findall(r"It needs `(.*?)` and `(.*?)`", README)[0]:
         assert f'"{requirement}"' in PYPROJECT
+
+
+def test_python_is_one_that_the_host_takes() -> None:
+    """A Python that is promised and for which pip finds no transformers."""
+    stated = re.findall(r"Python (\d+\.\d+) or later", README)
+    own = re.findall(r'^requires-python = ">=(.*)"$', PYPROJECT, re.MULTILINE)
+    assert stated == own
+    accepted = SpecifierSet(metadata("transformers")["Requires-Python"])
+    assert own[0] in accepted
 
 
 def mapped_files() -> dict[str, str]:

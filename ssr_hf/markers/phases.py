@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from enum import Enum
+from enum import StrEnum
 
 from .discovery import ThinkingMarkers
 from .matching import NOTHING, MatchState, marker_automaton, text_matcher
 
 
-class Phase(str, Enum):
+class Phase(StrEnum):
     """Where a generation stands."""
 
     NONE = "none"
