@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -218,9 +219,18 @@ def _steps(
         generation_config=call.generation_config,
         eos_token_ids=call.eos_token_ids,
         max_length=longest_text,
-        thinking_budget=config.thinking_budget,
+        thinking_budget=min(_thinking_budgets(call, config), default=None),
         attention_mask=call.model_kwargs.get("attention_mask"),
     )
+
+
+def _thinking_budgets(call: HostCall, config: SelfSpeculationConfig) -> Iterator[int]:
+    """The thinking budget of the settings and those of processors that the user passed."""
+    if config.thinking_budget is not None:
+        yield config.thinking_budget
+    for processor in call.logits_processor:
+        if isinstance(processor, ThinkingBudgetLogitsProcessor):
+            yield processor.thinking_budget
 
 
 def find_markers(call: HostCall, config: SelfSpeculationConfig) -> ThinkingMarkers:

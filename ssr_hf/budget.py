@@ -102,37 +102,16 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
             `torch.FloatTensor` of shape `(batch, vocabulary)`: `scores` itself if no row is forced.
         """
         self._known = self._advance(input_ids)
-        forced = [self.forced_ids(tracker)[:1] for tracker in self._known.trackers]
+        forced = [self._forced_ids(tracker)[:1] for tracker in self._known.trackers]
         rows = [row for row, ids in enumerate(forced) if ids]
         if not rows:
             return scores
         return _force(scores, rows, [forced[row][0] for row in rows])
 
-    def tokens_until_forced(self, tracker: PhaseTracker) -> int | None:
-        """How many more tokens of thinking the budget allows.
-
-        Args:
-            tracker ([`PhaseTracker`]): Where the sequence stands.
-
-        Returns:
-            `int` or `None`: 0 when the next token is forced; `None` when none will be unless the
-            model opens another block.
-        """
-        if not tracker.is_open:
-            return None
-        left = max(0, self.thinking_budget - tracker.n_open)
-        return None if tracker.is_paused and left else left
-
-    def forced_ids(self, tracker: PhaseTracker) -> tuple[int, ...]:
-        """The tokens that are forced from here on, to be offered as candidates; often none.
-
-        Args:
-            tracker ([`PhaseTracker`]): Where the sequence stands.
-
-        Returns:
-            `tuple[int, ...]`: What remains of the end marker if the budget is spent, else `()`.
-        """
-        return tracker.remaining_closing() if self.tokens_until_forced(tracker) == 0 else ()
+    def _forced_ids(self, tracker: PhaseTracker) -> tuple[int, ...]:
+        """What remains of the end marker if the budget is spent, else nothing."""
+        is_spent = tracker.is_open and tracker.n_open >= self.thinking_budget
+        return tracker.remaining_closing() if is_spent else ()
 
     def _advance(self, input_ids: torch.Tensor) -> _Known:
         """The state after `input_ids`: one step from that of the last call where possible."""

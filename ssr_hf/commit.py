@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import compat
-from .budget import ThinkingBudgetLogitsProcessor
 from .records import Candidates, Verdict
 
 if TYPE_CHECKING:
@@ -58,11 +57,13 @@ class Committer:
             () if recorded and generation_config.output_logits else None
         )
         self._simple_end = self._find_simple_end()
-        stateless = (*compat.SIDE_EFFECT_FREE_PROCESSORS, ThinkingBudgetLogitsProcessor)
         self._shows_every_token = (
             self.scores is not None
             or self.logits is not None
-            or any(type(processor) not in stateless for processor in logits_processor)
+            or any(
+                type(processor) not in compat.SIDE_EFFECT_FREE_PROCESSORS
+                for processor in logits_processor
+            )
         )
 
     def _find_simple_end(self) -> tuple[frozenset[int], int] | None:

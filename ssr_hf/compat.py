@@ -39,6 +39,10 @@ PER_TOKEN_KWARGS = ("attention_mask", "position_ids", "token_type_ids", "mm_toke
 # Models that prepare the next forward in a way of their own, but from the tokens alone.
 STATELESS_MODELS = ("PaliGemmaForConditionalGeneration",)
 
+# Models that restart a state where several tokens meet a filled cache. Rounding to 16 bit can hide
+# that from a probe.
+RESTARTING_MODELS = ("jamba", "nemotron_h")
+
 # Processors whose result depends on their arguments alone, so that a draft may call them, too.
 SIDE_EFFECT_FREE_PROCESSORS: tuple[type[LogitsProcessor], ...] = (
     logits_process.MinLengthLogitsProcessor,
@@ -156,12 +160,12 @@ def _longrope_lengths(config: PreTrainedConfig) -> Iterator[int]:
 
 
 def prepare_cache(
-    model: PreTrainedModel, generation_config: GenerationConfig, max_length: int
+    model: PreTrainedModel, generation_config: GenerationConfig, n_rows: int, max_length: int
 ) -> Cache | None:
     """The cache that `generate` would make for this model; None where the model makes its own."""
     model_kwargs: ModelKwargs = {}
     mode = generation_config.get_generation_mode()
-    model._prepare_cache_for_generation(generation_config, model_kwargs, mode, 1, max_length)
+    model._prepare_cache_for_generation(generation_config, model_kwargs, mode, n_rows, max_length)
     return model_kwargs.get("cache")
 
 
@@ -170,7 +174,7 @@ def fresh_kwargs(
 ) -> ModelKwargs:
     """What `generate` prepares for the forwards of a model that reads `input_ids`, unpadded."""
     model_kwargs: ModelKwargs = {"use_cache": True}
-    cache = prepare_cache(model, generation_config, input_ids.shape[1])
+    cache = prepare_cache(model, generation_config, *input_ids.shape)
     if cache is not None:
         model_kwargs["cache"] = cache
     # Without the cache, which is empty: not every one can tell its length.

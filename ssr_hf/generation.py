@@ -107,18 +107,18 @@ def disable(model: PreTrainedModel) -> None:
     ```
     """
     inner = _generating(model)
-    if not _is_enabled(inner):
-        return
+    if _is_enabled(inner):
+        del vars(inner)["generate"]
     _enabled.pop(inner, None)
-    del vars(inner)["generate"]
     if _REPLACED in vars(inner):
         vars(inner)["generate"] = vars(inner).pop(_REPLACED)
 
 
 def _is_enabled(inner: Any) -> bool:
     """Whether `enable` was called, on the model or on the one that it is a copy of; somebody may
-    have wrapped its method since."""
-    return inner in _enabled or _is_ours(vars(inner).get("generate"))
+    have wrapped its method since, but has not removed it."""
+    own = vars(inner).get("generate")
+    return own is not None and (inner in _enabled or _is_ours(own))
 
 
 def _is_ours(method: object) -> bool:

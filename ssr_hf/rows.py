@@ -202,7 +202,6 @@ def row_support(target: Target) -> RowSupport:
 PROBE_PREFIX, PROBE_TOKENS = 4, 4
 
 
-@torch.no_grad()
 def _probe(model: PreTrainedModel) -> RowSupport:
     if _counts_slots(model.config):
         return RowSupport(holes=False, padding=False)
@@ -226,7 +225,7 @@ def _probe(model: PreTrainedModel) -> RowSupport:
 
     def agree(logits: torch.Tensor, position: int) -> bool:
         expected = alone[:, position - PROBE_PREFIX :][:, : logits.shape[1]]
-        return deviation(expected, logits) <= tolerance(model)
+        return deviation(expected, logits) <= tolerance(model, config)
 
     parent, child = read(PROBE_PREFIX + 1), read(PROBE_PREFIX + 3)
     rows = TwoRows(parent, child)

@@ -338,7 +338,6 @@ def test_c10_gpt_oss_a_tool_call_is_not_turned_into_an_answer(thinking_budget: i
     for token_id in ids_of(tokenizer, analysis):
         tracker.push(token_id)
     assert tracker.phase is Phase.CLOSING
-    assert budget.tokens_until_forced(tracker) is None
 
 
 def test_c14_a_row_is_never_masked_completely() -> None:
@@ -366,23 +365,6 @@ def test_c4_a_generation_cut_before_the_budget_has_no_marker() -> None:
     """Would catch a marker squeezed in at the length limit."""
     budget = ThinkingBudgetLogitsProcessor(ONE_TOKEN, 10)
     assert generate([OPENED], [budget], max_new_tokens=10) == generate([OPENED], max_new_tokens=10)
-
-
-def test_the_loop_learns_what_will_be_forced() -> None:
-    """Would catch candidates that differ from what the processor forces."""
-    budget = ThinkingBudgetLogitsProcessor(THREE_TOKENS, 2)
-    tracker = PhaseTracker(THREE_TOKENS, OPENED)
-    expected = [(2, 0), (1, 0), (0, 3), (0, 2), (0, 1), (None, 0), (None, 0)]
-    ids = list(OPENED)
-    for token_id, (left, n_forced) in zip([1, 2, *[END_A] * 5], expected, strict=True):
-        assert budget.tokens_until_forced(tracker) == left
-        forced = budget.forced_ids(tracker)
-        assert len(forced) == n_forced
-        assert forced_token(budget, ids) == (forced[0] if forced else None)
-        ids.append(forced[0] if forced else token_id)
-        tracker.push(ids[-1])
-    assert tracker.phase is Phase.ANSWERING
-    assert budget.tokens_until_forced(PhaseTracker(THREE_TOKENS, [1])) is None
 
 
 def test_one_transfer_per_step(monkeypatch: pytest.MonkeyPatch) -> None:

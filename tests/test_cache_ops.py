@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,17 @@ def test_growth_is_amortised_and_leaves_an_ordinary_cache() -> None:
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
+def test_growth_holds_no_prompt_twice() -> None:
+    """The tensors of the prompt that stay beside the buffers, for the whole generation."""
+    model = build_model("llama")
+    prompt, token = random_prompt(model, PREFIX + 1, seed=6).split([PREFIX, 1], dim=1)
+    cache = _filled(model, prompt, grows=False)
+    held = [weakref.ref(tensor) for tensor in cache_tensors(cache)]
+    growth.amortise(cache)
+    _feed(model, cache, token)
+    assert held and not any(reference() is not None for reference in held)
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "qwen3_next"])
 def test_blocks_are_causal_on_a_filled_cache(family: str, attention: str) -> None:
@@ -340,6 +352,28 @@ def test_models_are_probed_again_with_other_kernels(monkeypatch: pytest.MonkeyPa
     support.multi_token_support(model, model.generation_config)
     support.multi_token_support(model.to(torch.bfloat16), model.generation_config)
     assert len(probes) == 3
+
+
+def test_an_answer_of_training_mode_ends_with_it() -> None:
+    """Dropout that is found once and believed for ever, or a probe that draws random numbers."""
+    model = copy.deepcopy(build_model("llama"))
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    assert not support.multi_token_support(model.train(), model.generation_config).supported
+    assert torch.equal(torch.rand(1), expected)
+    assert support.multi_token_support(model.eval(), model.generation_config).supported
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_are_told_apart_in_16_bit(family: str, dtype: torch.dtype) -> None:
+    """Rounding taken for an error, or an error for rounding: other tokens, and no note."""
+    model = copy.deepcopy(build_model(family)).to(dtype)
+    answer = support.multi_token_support(model, model.generation_config)
+    assert answer.supported is FAMILIES[family].multi_token_exact
 
 
 def test_no_removed_name_of_the_host_is_used() -> None:

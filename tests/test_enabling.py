@@ -51,6 +51,19 @@ def test_disable_restores_exactly() -> None:
     assert dict(vars(model)) == before
 
 
+def test_a_generate_that_somebody_removed() -> None:
+    """A wrapper that another tool took away: `disable` fails, and `enable` does nothing."""
+    model = copy.deepcopy(build_model(FAMILY))
+    before = dict(vars(model))
+    for end in (ssr_hf.disable, ssr_hf.enable):
+        ssr_hf.enable(model)
+        del model.generate
+        end(model)
+    assert "generate" in vars(model)
+    ssr_hf.disable(model)
+    assert dict(vars(model)) == before
+
+
 def test_a_generate_of_the_instance_is_kept() -> None:
     """Another add-on's wrapper that is lost, or not called."""
     model = copy.deepcopy(build_model(FAMILY))

@@ -241,6 +241,26 @@ def test_images(lane: str, name: str, masked: bool) -> None:
     _check(_vision_model(name), inputs.pop("input_ids"), lane, **inputs)
 
 
+@every_lane
+def test_the_turn_after_an_image(lane: str) -> None:
+    """A probe in the middle of a call that forgets where the text behind an image goes on."""
+    model = _vision_model("qwen2_5_vl")
+    inputs = _vision_inputs("qwen2_5_vl")
+    input_ids = inputs.pop("input_ids")
+
+    def next_turn(first: Any) -> list[int]:
+        text = torch.cat([first.sequences, torch.tensor([[7, 8, 9]])], dim=1)
+        types = torch.zeros_like(text)
+        turn = generate(model, text, cache=first.cache, mm_token_type_ids=types)
+        return turn.sequences[0].tolist()
+
+    declared = _declare(model, input_ids, **inputs)
+    plain = next_turn(generate(model, input_ids, **inputs))
+    fast = run_fast(model, input_ids, declared.config(lane=lane, **JOINED), **inputs)
+    assert fast.speculation.drafts
+    assert next_turn(fast) == plain
+
+
 @functools.cache
 def _odd_vocabulary(n_logits: int) -> PreTrainedModel:
     """A model with `n_logits` logits and 256 embeddings."""

@@ -9,7 +9,10 @@ import pytest
 from helpers import RecordingStreamer
 from scripted import LAYERS, SURE
 from stories import END, EOS, INTERLUDE, PROMPT, Story, models, plain, tell
+from tiny_tokenizers import family_tokenizer
+from transformers import LogitsProcessorList
 
+from ssr_hf import ThinkingBudgetLogitsProcessor, ThinkingMarkers
 from ssr_hf.specreason.writer import FEW_UNREAD
 
 CASES = ("same", "padded", "different")
@@ -218,6 +221,16 @@ def test_thinking_budget(kind: str, case: str, budget: int) -> None:
     assert told.thinking == "s0.\n\ns1.\n\n"[:budget]
     assert told.answer == APART.answer
     assert told.steps[-1].author == "base"
+
+
+@everywhere
+def test_thinking_budget_of_the_user(kind: str, case: str) -> None:
+    """The user's own processor that starts anew behind every accepted step, or is overrun."""
+    markers = ThinkingMarkers.from_tokenizer(family_tokenizer("qwen3"))
+    processors = LogitsProcessorList([ThinkingBudgetLogitsProcessor(markers, 7)])
+    told = tell(APART, kind, case, threshold=0, arguments={"logits_processor": processors})
+    assert told.thinking == "s0.\n\ns1.\n\n"[:7]
+    assert told.answer == APART.answer
 
 
 @everywhere

@@ -40,6 +40,8 @@ class GrowingLayer(DynamicLayer):
         self.values: torch.Tensor
         self.__dict__.update(origin.__dict__)
         self.origin = origin
+        # Else the prompt would be held twice.
+        origin.keys = origin.values = None
         self.buffers: dict[str, torch.Tensor] = {}
 
     def update(

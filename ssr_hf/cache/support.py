@@ -7,7 +7,8 @@ the tests all use that text.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 5
 PROBE_PREFIX = 4
-# Largest difference of logits, in standard deviations of the logits, that rounding explains.
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
-PROBE_TOLERANCE_16_BIT = 0.5
+# Rounding explains differences of logits up to this many times what was measured of it, and at
+# least so many standard deviations of the logits.
+ROUNDING_MARGIN = 4
+LEAST_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,10 @@ Answer = TypeVar("Answer")
 
 
 def asked_once(model: PreTrainedModel, question: str, probe: Callable[[], Answer]) -> Answer:
-    """The answer of a probe that runs once per model, type, device and attention implementation.
+    """The answer of a probe that runs once per model and what decides about its kernels.
+
+    A probe runs in the middle of a call of `generate`. It leaves the model and the random
+    generators as they were: some models keep state of a text in their modules.
 
     Args:
         model (`PreTrainedModel`): The model.
@@ -104,9 +109,27 @@ def asked_once(model: PreTrainedModel, question: str, probe: Callable[[], Answer
     known = _probed.setdefault(model, {})
     key = (question, *kernels_of(model))
     if key not in known:
-        known[key] = probe()
+        with torch.no_grad(), _undisturbed(model):
+            known[key] = probe()
     answer: Answer = known[key]
     return answer
+
+
+@contextmanager
+def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
+    """Puts back what the modules of `model` held, and the state of the random generators."""
+    held = [(owned, dict(owned)) for module in model.modules() for owned in _state_of(module)]
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            for owned, values in held:
+                owned.update({key: old for key, old in values.items() if owned[key] is not old})
+
+
+def _state_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    return vars(module), module._buffers
 
 
 def multi_token_support(model: PreTrainedModel, generation_config: GenerationConfig) -> Support:
@@ -114,7 +137,8 @@ def multi_token_support(model: PreTrainedModel, generation_config: GenerationCon
 
     Some model classes restart or approximate a state when several tokens meet a filled cache. The
     first call per model, type, device and attention implementation compares 5 tokens at once with
-    5 single steps; later calls reuse it.
+    5 single steps; later calls reuse it. In 16 bit the known ones are named instead, because
+    rounding can be as large as their error.
 
     Args:
         model (`PreTrainedModel`): The model.
@@ -127,8 +151,8 @@ def multi_token_support(model: PreTrainedModel, generation_config: GenerationCon
 
 
 def kernels_of(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What decides which kernels a model runs."""
-    return model.dtype, model.device, model.config._attn_implementation
+    """What decides which kernels a model runs, dropout included."""
+    return model.dtype, model.device, model.config._attn_implementation, model.training
 
 
 def probe_ids(model: PreTrainedModel, length: int) -> torch.Tensor:
@@ -145,24 +169,54 @@ def deviation(expected: torch.Tensor, logits: torch.Tensor) -> float:
     return (difference / expected.float().std().clamp_min(1e-6)).item()
 
 
-def tolerance(model: PreTrainedModel) -> float:
-    """The largest deviation that rounding explains."""
-    return PROBE_TOLERANCE.get(model.dtype, PROBE_TOLERANCE_16_BIT)
+def tolerance(model: PreTrainedModel, generation_config: GenerationConfig) -> float:
+    """The largest deviation that rounding explains.
+
+    Measured on the model itself: a forward over `n` rows rounds as one over `n` tokens does, and
+    its rows cannot differ in anything else.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        generation_config (`GenerationConfig`): Says which cache `generate` would use.
+
+    Returns:
+        `float`: Standard deviations of the logits.
+    """
+    return asked_once(model, "rounding", lambda: _measure_rounding(model, generation_config))
 
 
-@torch.no_grad()
+def _measure_rounding(model: PreTrainedModel, generation_config: GenerationConfig) -> float:
+    ids = probe_ids(model, PROBE_PREFIX + PROBE_TOKENS)
+    alone = _probe_logits(model, generation_config, ids, [1] * PROBE_TOKENS)
+    rows = ids.repeat(PROBE_TOKENS, 1)
+    beside = _probe_logits(model, generation_config, rows, [1] * PROBE_TOKENS)
+    last_place = torch.finfo(model.dtype).eps * (alone.abs().max() / alone.std().clamp_min(1e-6))
+    measured = deviation(alone, beside) + last_place.item()
+    return max(LEAST_TOLERANCE, ROUNDING_MARGIN * measured)
+
+
 def _probe(model: PreTrainedModel, generation_config: GenerationConfig) -> Support:
+    hint = "Use plain generate for this model"
+    name = type(model).__name__
+    is_16_bit = torch.finfo(model.dtype).bits == 16
+    model_type = model.config.get_text_config(decoder=True).model_type
+    if is_16_bit and model_type in compat.RESTARTING_MODELS:
+        return Unsupported(f"{name} restarts a state where several tokens are read at once", hint)
     ids = probe_ids(model, PROBE_PREFIX + PROBE_TOKENS)
     single = _probe_logits(model, generation_config, ids, [1] * PROBE_TOKENS)
+    if model.training:
+        again = _probe_logits(model, generation_config, ids, [1] * PROBE_TOKENS)
+        if not torch.equal(single, again):
+            return Unsupported(f"{name} drops out at random in training mode", "Call model.eval()")
     block = _probe_logits(model, generation_config, ids, [PROBE_TOKENS])
     difference = deviation(single, block)
-    if difference <= tolerance(model):
+    if difference <= tolerance(model, generation_config):
         return Supported()
     reason = (
-        f"{type(model).__name__} gives other logits for {PROBE_TOKENS} tokens at once than for "
-        f"{PROBE_TOKENS} single steps (difference {difference:.2g} standard deviations)"
+        f"{name} gives other logits for {PROBE_TOKENS} tokens at once than for {PROBE_TOKENS} "
+        f"single steps (difference {difference:.2g} standard deviations)"
     )
-    return Unsupported(reason, "Use plain generate for this model")
+    return Unsupported(reason, hint)
 
 
 def _probe_logits(
@@ -171,12 +225,13 @@ def _probe_logits(
     ids: torch.Tensor,
     blocks: list[int],
 ) -> torch.Tensor:
-    """Logits [PROBE_TOKENS, V] of the last tokens of `ids`, fed in blocks of the given sizes."""
+    """Logits [PROBE_TOKENS, V] of the last tokens of the first row of `ids` [B, T], fed in blocks
+    of the given sizes."""
     model_kwargs: dict[str, Any] = {"use_cache": True}
-    cache = compat.prepare_cache(model, generation_config, ids.shape[1])
+    cache = compat.prepare_cache(model, generation_config, *ids.shape)
     if cache is not None:
         model_kwargs["cache"] = cache
-    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     logits = []
     end = 0
     for n_tokens in [PROBE_PREFIX, *blocks]:

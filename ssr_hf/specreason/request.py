@@ -125,7 +125,7 @@ def _refuse_models(
     supports = {
         "base model": [multi_token_support(model, generation_config)],
         "small model": [
-            cache_support(compat.prepare_cache(assistant, generation_config, 1)),
+            cache_support(compat.prepare_cache(assistant, generation_config, 1, 1)),
             multi_token_support(assistant, generation_config),
         ],
     }
