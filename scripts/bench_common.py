@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ def read_rows(
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise typer.BadParameter("data sets need `pip install '.[eval]'`") from error
+        raise typer.BadParameter("data sets need `pip install datasets`") from error
     if Path(source).is_file():
         data = load_dataset("json", data_files=source, split="train")
     else:
@@ -87,33 +86,21 @@ def save_results(path: Path | None, facts: dict[str, Any]) -> None:
 
 
 class ForwardCounter:
-    """Counts a model's forwards while it is entered, and notes when each ended.
+    """Counts a model's forwards while it is entered.
 
     Args:
         model (`PreTrainedModel`): The model.
-        now (`Callable`, *optional*): The clock, in seconds.
     """
 
-    def __init__(self, model: Any, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
-        self._now = now
-        self._origin = now()
-        self._ends: list[float] = []
-
-    @property
-    def forwards(self) -> int:
-        """Forwards so far."""
-        return len(self._ends)
-
-    def arrivals(self, n_tokens: int) -> list[float]:
-        """When tokens arrived where nothing streamed them: spread evenly over the forwards."""
-        return [self._ends[i * len(self._ends) // n_tokens] for i in range(n_tokens)]
+        self.forwards = 0
 
     def __enter__(self) -> ForwardCounter:
-        def note(*_: Any) -> None:
-            self._ends.append(self._now() - self._origin)
+        def count(*_: Any) -> None:
+            self.forwards += 1
 
-        self._handle = self._model.register_forward_hook(note)
+        self._handle = self._model.register_forward_hook(count)
         return self
 
     def __exit__(self, *_: object) -> None:

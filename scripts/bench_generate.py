@@ -85,15 +85,14 @@ class Bench:
             processors.append(
                 ssr_hf.ThinkingBudgetLogitsProcessor(self.markers, self.thinking_budget)
             )
-        counter = ForwardCounter(self.model, now)
         clock = Clock()
-        with counter:
+        with ForwardCounter(self.model) as counter:
             output = self.model.generate(
                 **inputs,
                 do_sample=False,
                 max_new_tokens=self.max_new_tokens,
                 logits_processor=processors,
-                streamer=clock if "prompt_lookup_num_tokens" not in arguments else None,
+                streamer=clock,
                 return_dict_in_generate=True,
                 tokenizer=self.tokenizer,
                 **arguments,
@@ -101,8 +100,7 @@ class Bench:
         seconds = now() - clock.origin
         token_ids = output.sequences[0, inputs.input_ids.shape[1] :].tolist()
         answer = self._answer_start(token_ids)
-        arrivals = clock.arrivals or counter.arrivals(len(token_ids))
-        answer_seconds = seconds - arrivals[answer - 1] if answer else 0.0
+        answer_seconds = seconds - clock.arrivals[answer - 1] if answer else 0.0
         speculation = getattr(output, "speculation", None)
         return Run(token_ids, seconds, answer_seconds, counter.forwards, speculation)
 

@@ -68,14 +68,14 @@ def verification_table(model: dict[str, Any]) -> Table:
 
 def generations_table(model: dict[str, Any]) -> Table:
     """Whole generations."""
-    table = _table("scripted drafts", "lane", "p", "seconds", "speed-up", "forwards", "answer s")
+    table = _table("scripted drafts", "lane", "p", "seconds", "speed-up", "rounds", "answer s")
     for row in model["generations"]:
         cells = [row["lane"], "-" if row["p"] is None else f"{row['p']:.1f}"]
         if "skipped" in row:
             cells += [row["skipped"]]
         else:
             cells += [f"{row['seconds']:.2f}", f"{row['speedup']:.2f}x"]
-            cells += [str(row.get("forwards", "-"))]
+            cells += [str(row.get("rounds", "-"))]
             cells += [f"{row['answer_seconds']:.2f}" if "answer_seconds" in row else "-"]
         table.add_row(*cells)
     return table

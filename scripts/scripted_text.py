@@ -167,7 +167,7 @@ def _figures(
         "speedup": plain_seconds / seconds,
         "thinking_seconds": stats.phase_seconds("thinking"),
         "answer_seconds": stats.phase_seconds("answering"),
-        "forwards": stats.forwards,
+        "rounds": len(stats.rounds),
         "accepted_prefix": stats.accepted_prefix,
         "draft_tokens": stats.draft_tokens,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoTokenizer, LogitsProcessorList
 
+from . import compat
 from .acceptance import draft_seed
 from .budget import ThinkingBudgetLogitsProcessor
 from .cache.support import Unsupported, multi_token_support
@@ -126,11 +128,12 @@ def assemble(
     )
     lane_type = _supported_lane(call.model, pacer.lane)
     markers = find_markers(call, config)
-    support = multi_token_support(call.model, call.generation_config)
-    if isinstance(support, Unsupported):
-        recorder.note(f"decoding without candidates: {support.reason}")
-        _warn_once(support.reason)
-        config = replace(config, reuse="none")
+    if config.reuse != "none":
+        support = multi_token_support(call.model, call.generation_config)
+        if isinstance(support, Unsupported):
+            recorder.note(f"decoding without candidates: {support.reason}")
+            _warn_once(support.reason)
+            config = replace(config, reuse="none", acceptance="exact_match")
     if history is None and config.suffix.sources == (HISTORY,) and config.proposes_spans:
         recorder.note("no spans: a history needs an enabled model and adaptive=True")
     sequence = TokenSequence(call.input_ids)
@@ -262,7 +265,7 @@ def _find_markers(call: HostCall, config: SelfSpeculationConfig) -> ThinkingMark
     if call.tokenizer is None and isinstance(end, tuple) and not isinstance(start, str):
         starts = (tuple(start),) if start else ()
         return ThinkingMarkers(start=starts, end=(end,), boundaries=call.eos_token_ids)
-    tokenizer = call.tokenizer or _load_tokenizer(call.model)
+    tokenizer = call.tokenizer or _tokenizer_of(call.model)
     return ThinkingMarkers.from_tokenizer(tokenizer, end, start)
 
 
@@ -280,8 +283,21 @@ def _supported_lane(model: PreTrainedModel, name: str) -> type[Lane]:
     return LANE_TYPES[name]
 
 
+# Loading takes longer than a short generation, and may ask the Hub.
+_tokenizers: weakref.WeakKeyDictionary[PreTrainedModel, PreTrainedTokenizerBase] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _tokenizer_of(model: PreTrainedModel) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model's own repository, loaded once."""
+    if model not in _tokenizers:
+        _tokenizers[model] = _load_tokenizer(model)
+    return _tokenizers[model]
+
+
 def _load_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
-    repository = model.config._name_or_path
+    repository = compat.repository(model)
     next_step = "Pass tokenizer=tokenizer to generate, or end_of_thinking as token ids"
     if not repository:
         what = "No tokenizer was passed and the model does not name its repository"

@@ -117,7 +117,7 @@ class Committer:
                 break
         committed = token_ids[:n_committed]
         if self._streamer is not None:
-            self._streamer.put(torch.tensor(committed))
+            self._streamer.put(torch.tensor(committed, device="cpu"))
         return Verdict(committed, n_committed, self.finished)
 
     def _commit_stepwise(self, target_logits: torch.Tensor, candidates: Candidates) -> Verdict:
@@ -185,7 +185,7 @@ class Committer:
         self.sequence.append(committed)
         if self._streamer is not None:
             for token_id in committed:
-                self._streamer.put(torch.tensor([token_id]))
+                self._streamer.put(torch.tensor([token_id], device="cpu"))
         n_accepted = _count_matches(committed, offered)
         return Verdict(tuple(committed), n_accepted, finished)
 

@@ -1,4 +1,4 @@
-"""The only file that knows versions and private methods of transformers.
+"""The only file that knows versions and private names of transformers and torch.
 
 Everything the decoding loop needs of the host beyond its public surface is named here once, so that
 a new release of transformers is met by changing this file.
@@ -24,7 +24,10 @@ from transformers.distributed.utils import _get_torch_distributed_world_size
 from transformers.generation import logits_process
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from .errors import UnsupportedError, message
+
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
     from transformers.utils import ModelOutput
 
@@ -79,6 +82,55 @@ VOCABULARY_FREE_PROCESSORS: tuple[type[LogitsProcessor], ...] = (
 )
 
 
+def attention_implementation(model: PreTrainedModel) -> str | None:
+    """Which kernels of attention the model runs."""
+    return model.config._attn_implementation
+
+
+def repository(model: PreTrainedModel) -> str:
+    """Where the model was loaded from; empty if it was not."""
+    return model.config._name_or_path
+
+
+def is_given_by_user(cache: Cache | None) -> bool:
+    """Whether the user passed this cache to `generate`."""
+    return bool(getattr(cache, "_is_user_defined", False))
+
+
+def eos_token_ids(generation_config: GenerationConfig) -> frozenset[int]:
+    """Tokens that end the text, of a config that `generate` has prepared."""
+    eos = getattr(generation_config, "_eos_token_tensor", None)
+    return frozenset() if eos is None else frozenset(eos.flatten().tolist())
+
+
+def is_recurrent(model: PreTrainedModel) -> bool:
+    """Whether the model keeps a state that cannot be cropped."""
+    return bool(model._is_stateful)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` was called on the module, on its forward or in place."""
+    wraps_original = "_orig_mod" in module._modules
+    compiled_call = module._compiled_call_impl is not None
+    forward = module.__dict__.get("forward")
+    return wraps_original or compiled_call or hasattr(forward, "_torchdynamo_orig_callable")
+
+
+def uncompiled(module: nn.Module) -> Any:
+    """The module inside the one that `torch.compile` returned, or the module itself."""
+    return getattr(module, "_orig_mod", module)
+
+
+def accelerate_hook(module: nn.Module) -> Any:
+    """What `accelerate` runs around the module's forward; None where nothing."""
+    return getattr(module, "_hf_hook", None)
+
+
+def attributes(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    """The dicts that hold the attributes of a module and its buffers."""
+    return vars(module), module._buffers
+
+
 def sample(model: PreTrainedModel, input_ids: torch.LongTensor, **arguments: Any) -> Any:
     """What `generate` does without a decoding function, for one row or several."""
     return model._sample(input_ids, **arguments)
@@ -122,6 +174,20 @@ def forward(
     if "logits_to_keep" in inputs:
         inputs["logits_to_keep"] = n_tokens
     return model(**inputs, return_dict=True)
+
+
+def returned_cache(model: PreTrainedModel, outputs: ModelOutput) -> Cache:
+    """The cache that a forward has filled.
+
+    Raises:
+        `UnsupportedError`: There is none, as in models that keep their state in their modules.
+    """
+    cache: Cache | None = getattr(outputs, "cache", None)
+    if cache is None:
+        what = f"{type(model).__name__} returns no cache and keeps its state to itself"
+        accepted = "Models that return their cache are accepted"
+        raise UnsupportedError(message(what, accepted, "Use plain generate"))
+    return cache
 
 
 def hands_over_state(model: PreTrainedModel) -> bool:

@@ -163,8 +163,9 @@ class SelfSpeculationConfig:
             `"exact_match"` gives the text of plain `generate` for the same seed;
             `"rejection_sampling"` gives the same distribution (arXiv 2211.17192), not that text.
         adaptive (`bool`, *optional*, defaults to `True`):
-            Whether the number of candidates follows measured cost and acceptance. `False` makes
-            every choice a function of the settings and the tokens alone.
+            Whether the number of candidates, and whether, where and in which lane to draft, follow
+            what was measured, and spans may come from the history. `False` makes every choice a
+            function of the settings and the tokens alone.
 
     Raises:
         `ConfigError`: A value is out of range or contradicts another; the message names it.
@@ -217,6 +218,12 @@ class SelfSpeculationConfig:
             "Set adaptive=True",
         )
         self._check_budgets_agree()
+        _require(
+            self.acceptance == "exact_match" or self.verifies_prefix or self.reuse == "none",
+            f"acceptance is {self.acceptance!r} and reuse is {self.reuse!r}",
+            "Rejection sampling judges whole drafts, which 'prefix' and 'prefix+suffix' verify",
+            'Set reuse="prefix+suffix"',
+        )
 
     def _normalise(self) -> None:
         if isinstance(self.suffix, Mapping):
@@ -250,12 +257,11 @@ class SelfSpeculationConfig:
     def _check_budgets_agree(self) -> None:
         if self.thinking_budget is None or self.draft_budget is None or not self.drafts:
             return
-        first, last = self.draft_budgets[0], self.thinking_budget
         _require(
-            first < last,
-            f"draft_budget is {first} and thinking_budget is {last}",
-            "The first draft has to branch before thinking is ended",
-            f"Set draft_budget below {last}, or leave it out",
+            self.draft_budgets[-1] < self.thinking_budget,
+            f"draft_budget is {self.draft_budget} and thinking_budget is {self.thinking_budget}",
+            "Drafts have to branch before thinking is ended",
+            f"Set draft_budget below {self.thinking_budget}, or leave it out",
         )
 
     @property

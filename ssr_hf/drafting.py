@@ -94,7 +94,7 @@ class DraftSchedule:
         Returns:
             `Draft` or `None`: The usable draft that ended now, if one did.
         """
-        if finished and not self._stage and self._next_budget is not None:
+        if finished and self._next_budget in self._budgets:
             self._give_up(self._why_never_due(self._next_budget))
         # A text that only looked like the end of thinking for a moment is no reason to cut a draft.
         thinking = self._tracker.is_open and not finished
@@ -142,6 +142,8 @@ class DraftSchedule:
 
     def _collect(self, discard: bool) -> Draft | None:
         draft = self._lane.collect(DraftStatus.DISCARDED if discard else DraftStatus.CUT)
+        if self._lane.exhausted:
+            self._recorder.note("a draft was cut: memory ran out")
         if not draft.token_ids:
             draft = replace(draft, status=DraftStatus.DISCARDED)
         seconds = self._recorder.now() - self._opened_at
@@ -173,7 +175,9 @@ class DraftSchedule:
         if self._was_held:
             return "a small model wrote the steps when one was due"
         if self._tracker.n_thinking < budget:
-            return f"thinking had fewer than {budget} tokens, the first branch point"
+            return f"thinking had fewer than {budget} tokens, the next branch point"
+        if self._stage:
+            return f"the one before was being written from {budget} tokens of thinking to its end"
         return f"thinking ended in the round that reached the first branch point, {budget}"
 
     def _is_due(self, tracker: PhaseTracker) -> bool:
@@ -188,6 +192,8 @@ class DraftSchedule:
             return
         # Whether a sampled draft is opened must not depend on what the one before it wrote.
         objection = self._first_objection if self._rules.samples else self._pacer.objection()
+        if self._lane.exhausted:
+            objection = "memory ran out for the one before"
         if objection is not None:
             self._give_up(objection)
             return
@@ -198,7 +204,8 @@ class DraftSchedule:
         self._lane.open(writer, self.newest)
 
     def _give_up(self, reason: str) -> None:
-        self._recorder.note(f"no draft was taken: {reason}")
+        further = "further " if self._stage else ""
+        self._recorder.note(f"no {further}draft was taken: {reason}")
         self._next_budget = None
 
     def _longest_answer(self) -> int:

@@ -24,6 +24,7 @@ from transformers import (
     StopStringCriteria,
 )
 
+from . import compat
 from .assembly import decode, decode_rows
 from .config import SelfSpeculationConfig
 from .errors import ConfigError, message
@@ -132,7 +133,7 @@ def _state_of(inner: Any) -> _Enabled:
 
 def _generating(model: Any) -> Any:
     """The module that `model.generate` runs on: `torch.compile` wraps a model without being one."""
-    return getattr(model, "_orig_mod", model)
+    return compat.uncompiled(model)
 
 
 @functools.wraps(GenerationMixin.generate)
@@ -160,7 +161,7 @@ def generate(
     streamer = kwargs.get("streamer")
     tokenizer = kwargs.pop("tokenizer", None)
     _bind_stop_strings(self, kwargs, tokenizer)
-    ending = None if streamer is None else _EndOnce(streamer)
+    ending = _EndOnce.around(streamer)
     state = _state_of(self)
     kwargs["custom_generate"] = functools.partial(
         self_speculative_decoding,
@@ -207,6 +208,11 @@ class _EndOnce:
         self._streamer = streamer
         self._ended = False
         self.on_round = getattr(streamer, "on_round", None)
+
+    @classmethod
+    def around(cls, streamer: BaseStreamer | _EndOnce | None) -> _EndOnce | None:
+        """What to hand on instead of `streamer`."""
+        return streamer if streamer is None or isinstance(streamer, cls) else cls(streamer)
 
     def put(self, value: torch.Tensor) -> None:
         self._streamer.put(value)
@@ -323,7 +329,7 @@ def self_speculative_decoding(
     if step_config is not None:
         config = config or SelfSpeculationConfig(reuse="none")
         steps = StepRequest(step_config, assistant_model, assistant_tokenizer)
-    ending = None if streamer is None else _EndOnce(streamer)
+    ending = _EndOnce.around(streamer)
     call = HostCall(
         model,
         input_ids,

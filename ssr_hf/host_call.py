@@ -52,8 +52,7 @@ class HostCall:
     @property
     def keeps_cache(self) -> bool:
         """Whether the cache outlives the call: it is returned, or it is the user's."""
-        cache = self.model_kwargs.get("cache")
-        return self.returns_dict or bool(getattr(cache, "_is_user_defined", False))
+        return self.returns_dict or compat.is_given_by_user(self.model_kwargs.get("cache"))
 
     @property
     def keeps_hidden_states(self) -> bool:
@@ -63,8 +62,7 @@ class HostCall:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end the text."""
-        eos = getattr(self.generation_config, "_eos_token_tensor", None)
-        return frozenset() if eos is None else frozenset(eos.flatten().tolist())
+        return compat.eos_token_ids(self.generation_config)
 
     @property
     def pure_processors(self) -> LogitsProcessorList:

@@ -30,8 +30,8 @@ class DraftStatus(StrEnum):
 
     COMPLETE = "complete"  # the child wrote an end-of-sequence token
     FULL = "full"  # `max_draft_tokens` were written
-    CUT = "cut"  # thinking ended first; what was written so far is used
-    DISCARDED = "discarded"  # nothing usable was written, or generation ended while thinking
+    CUT = "cut"  # stopped from outside, such as by the end of thinking; it is used as far as it got
+    DISCARDED = "discarded"  # nothing was written, or there is no answer that it could serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class Draft:
         token_ids (`tuple[int, ...]`): The answer so far, without the end-of-thinking marker.
         status (`DraftStatus`): How it ended.
         inherited (`int`): Leading tokens taken over from the previous draft (bootstrapping).
+        forwards (`int`): Forwards of its own, those not counted that it shared with the parent.
         proposals (`tuple[Proposal, ...]`): What each token was drawn from; empty unless sampled.
     """
 
@@ -50,6 +51,7 @@ class Draft:
     token_ids: tuple[int, ...]
     status: DraftStatus
     inherited: int = 0
+    forwards: int = 0
     proposals: tuple[Proposal, ...] = ()
 
 

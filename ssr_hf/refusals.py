@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers.generation import GenerationMode
 
@@ -15,57 +16,69 @@ if TYPE_CHECKING:
 
     from .host_call import HostCall
 
-ACCEPTED_MODES = "Greedy search and sampling of decoder-only models are accepted"
+ENCODER_DECODER = (
+    "The model is an encoder-decoder model",
+    "Decoder-only models are accepted",
+    "Use plain generate",
+)
+
+
+class Refusal(NamedTuple):
+    """Whether it applies, what happened, what is accepted, and what to do next."""
+
+    applies: bool
+    what: str
+    accepted: str
+    next_step: str
+
+
+def refuse(refusals: Iterable[Refusal]) -> None:
+    """Raises the first refusal that applies."""
+    for refusal in refusals:
+        if refusal.applies:
+            raise UnsupportedError(message(*refusal[1:]))
 
 
 def refuse_arguments(model: Any, kwargs: dict[str, Any]) -> None:
     """Refuses arguments that `generate` would act on before the decoding function is called."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        # `generate` runs the encoder before it calls the decoding function.
-        raise UnsupportedError(
-            message("The model is an encoder-decoder model", ACCEPTED_MODES, "Use plain generate")
-        )
     adapter = getattr(model, "active_peft_config", None)
-    if getattr(adapter, "is_prompt_learning", False):
-        raise UnsupportedError(
-            message(
+    refuse(
+        (
+            # `generate` runs the encoder before it calls the decoding function.
+            Refusal(getattr(model.config, "is_encoder_decoder", False), *ENCODER_DECODER),
+            Refusal(
+                getattr(adapter, "is_prompt_learning", False),
                 f"The adapter is a {type(adapter).__name__}, which learns a prompt",
                 "Adapters that change weights, such as LoRA, are accepted",
                 "Use plain generate with this adapter",
-            )
-        )
-    if _effective("token_healing", model, kwargs):
-        raise UnsupportedError(
-            message(
+            ),
+            Refusal(
+                bool(_effective("token_healing", model, kwargs)),
                 "token_healing is set",
                 "A prompt whose last token is whole is accepted",
                 "Call model.heal_tokens(input_ids, tokenizer) first",
-            )
-        )
-    if kwargs.get("custom_generate") is not None:
-        raise UnsupportedError(
-            message(
-                f"custom_generate={kwargs['custom_generate']!r} and self_speculation are both set",
+            ),
+            Refusal(
+                kwargs.get("custom_generate") is not None,
+                f"custom_generate={kwargs.get('custom_generate')!r} and self_speculation are both "
+                "set",
                 "One way to decode is accepted",
                 "Leave one of them out",
-            )
-        )
-    if kwargs.get("cache_implementation") == "paged":
-        raise UnsupportedError(
-            message(
+            ),
+            Refusal(
+                kwargs.get("cache_implementation") == "paged",
                 "cache_implementation='paged' switches generate to continuous batching",
                 "A dynamic cache is accepted",
                 "Leave cache_implementation out",
-            )
-        )
-    if kwargs.get("assistant_model") is not None:
-        raise UnsupportedError(
-            message(
+            ),
+            Refusal(
+                kwargs.get("assistant_model") is not None,
                 "assistant_model and self_speculation are both set",
                 "Self-speculation drafts with the model itself",
                 "Leave assistant_model out, or set step_speculation to let it write steps (lossy)",
-            )
+            ),
         )
+    )
 
 
 def _effective(name: str, model: Any, kwargs: dict[str, Any]) -> Any:
@@ -79,42 +92,43 @@ def refuse_call(call: HostCall, synced_gpus: bool | None) -> None:
     """Refuses what cannot be the tokens of plain `generate`, before the prompt is read."""
     model, generation_config = call.model, call.generation_config
     mode = generation_config.get_generation_mode()
-    refusals = (
+    refuse(
         (
-            model.config.is_encoder_decoder,
-            "The model is an encoder-decoder model",
-            "Use plain generate",
-        ),
-        (
-            mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
-            f"The generation mode is {mode.value}",
-            "Set num_beams=1 and leave out penalty_alpha, prompt_lookup_num_tokens and the like",
-        ),
-        (
-            compat.hands_over_state(model),
-            f"{type(model).__name__} hands more than the cache from one forward to the next",
-            "Use plain generate",
-        ),
-        (
-            compat.runs_on_several_ranks(model, synced_gpus),
-            "The model is sharded over ranks (synced_gpus, FSDP, ZeRO-3 or tensor parallelism), "
-            "whose forwards would no longer match",
-            "Use plain generate, or one model per rank",
-        ),
-        (
-            generation_config.use_cache is False,
-            "use_cache is False",
-            "Pass use_cache=True to generate",
-        ),
-        (
-            bool(generation_config.output_attentions) and call.returns_dict,
-            "output_attentions is set, and attention maps of several tokens differ in shape",
-            "Leave output_attentions out",
-        ),
+            Refusal(model.config.is_encoder_decoder, *ENCODER_DECODER),
+            Refusal(
+                mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
+                f"The generation mode is {mode.value}",
+                "Greedy search and sampling are accepted",
+                "Set num_beams=1 and leave out penalty_alpha, prompt_lookup_num_tokens and the "
+                "like",
+            ),
+            Refusal(
+                compat.hands_over_state(model),
+                f"{type(model).__name__} hands more than the cache from one forward to the next",
+                "Models whose only state is their cache are accepted",
+                "Use plain generate",
+            ),
+            Refusal(
+                compat.runs_on_several_ranks(model, synced_gpus),
+                "The model is sharded over ranks (synced_gpus, FSDP, ZeRO-3 or tensor "
+                "parallelism), whose forwards would no longer match",
+                "One process per model is accepted, on several devices if need be",
+                "Use plain generate, or one model per rank",
+            ),
+            Refusal(
+                generation_config.use_cache is False,
+                "use_cache is False",
+                "A cache is needed, to verify candidates without reading the text again",
+                "Pass use_cache=True to generate",
+            ),
+            Refusal(
+                bool(generation_config.output_attentions) and call.returns_dict,
+                "output_attentions is set, and attention maps of several tokens differ in shape",
+                "output_scores, output_logits and output_hidden_states are accepted",
+                "Leave output_attentions out",
+            ),
+        )
     )
-    for refused, what, next_step in refusals:
-        if refused:
-            raise UnsupportedError(message(what, ACCEPTED_MODES, next_step))
     require_supported(model, cache_support(call.model_kwargs.get("cache")))
 
 

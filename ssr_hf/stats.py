@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .records import Candidates, Draft, DraftStatus, Verdict
@@ -65,6 +65,7 @@ class DraftReport:
             where another draft was verified.
         start (`float`): When thinking was forked, in seconds since the call began.
         seconds (`float`): Wall-clock time from the fork to the end of the draft.
+        forwards (`int`): Forwards that it needed beside those of the rounds.
 
     Example:
 
@@ -85,6 +86,7 @@ class DraftReport:
     accepted_prefix: int
     start: float
     seconds: float
+    forwards: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +139,15 @@ class SpeculationStats:
         """Who proposed each emitted token, in order.
 
         `"draft"` and `"suffix"` tokens were proposed and accepted, `"marker"` ones complete an end
-        marker, `"model"` ones were decoded one by one.
+        marker, `"model"` ones were decoded one by one. With step speculation, a small model wrote
+        the tokens of a `"step"`, and proposed those of `"assistant"`.
         """
         return tuple(source for r in self.rounds for source in r.token_sources)
 
     @property
     def forwards(self) -> int:
-        """Forwards of the parent, the prompt's included; one per round."""
-        return len(self.rounds)
+        """Forwards of the model: one per round, and those that drafts needed for themselves."""
+        return len(self.rounds) + sum(d.forwards for d in self.drafts)
 
     @property
     def tokens_per_forward(self) -> float:
@@ -173,8 +176,8 @@ class SpeculationStats:
 
     @property
     def seconds(self) -> float:
-        """Wall-clock seconds of all rounds."""
-        return sum(r.seconds for r in self.rounds)
+        """Wall-clock seconds from the beginning to the end of the last round."""
+        return self.rounds[-1].start + self.rounds[-1].seconds if self.rounds else 0.0
 
     def phase_seconds(self, phase: str) -> float:
         """Wall-clock seconds of the rounds of one phase.
@@ -201,7 +204,7 @@ class SpeculationStats:
             "forwards": self.forwards,
             "tokens_per_forward": round(self.tokens_per_forward, 3),
             "drafts": [
-                {name: getattr(d, name) for name in DraftReport.__dataclass_fields__}
+                {**asdict(d), "start": round(d.start, 4), "seconds": round(d.seconds, 4)}
                 for d in self.drafts
             ],
             "draft_tokens": self.draft_tokens,
@@ -302,6 +305,7 @@ class Recorder:
                 branch_tokens=draft.branch_point.thinking_tokens,
                 n_tokens=len(draft.token_ids),
                 n_inherited=draft.inherited,
+                forwards=draft.forwards,
                 status=DraftStatus(draft.status).value,
                 accepted_prefix=self._accepted_prefix.get(stage, 0),
                 start=start,

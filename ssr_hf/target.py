@@ -80,7 +80,7 @@ class Target:
         self._outputs = compat.prefill(
             self.model, self.sequence.ids, generation_config, self.kwargs
         )
-        self.kwargs["cache"] = self._outputs.cache
+        self.kwargs["cache"] = compat.returned_cache(self.model, self._outputs)
         amortise(self.cache)
         return self._outputs.logits[:, -1:]
 

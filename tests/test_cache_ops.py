@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from ssr_hf import compat
 from ssr_hf.cache import growth, support
 from ssr_hf.cache.checkpoint import Checkpoint, stop_recording
 from ssr_hf.cache.fork import add_row, cache_tensors, fork, join, retire_row, strip_padding
@@ -374,6 +375,23 @@ def test_models_are_told_apart_in_16_bit(family: str, dtype: torch.dtype) -> Non
     model = copy.deepcopy(build_model(family)).to(dtype)
     answer = support.multi_token_support(model, model.generation_config)
     assert answer.supported is FAMILIES[family].multi_token_exact
+
+
+def test_a_model_that_fails_on_several_tokens_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call that dies in the probe, where plain `generate` feeds one token at a time."""
+    model = copy.deepcopy(build_model("llama"))
+    forward = compat.forward
+
+    def single(model: Any, ids: Any, n_tokens: int, kwargs: Any) -> Any:
+        if n_tokens == support.PROBE_TOKENS:
+            raise RuntimeError("size mismatch")
+        return forward(model, ids, n_tokens, kwargs)
+
+    monkeypatch.setattr(compat, "forward", single)
+    answer = support.multi_token_support(model, model.generation_config)
+    assert "cannot read several tokens at once (RuntimeError: size mismatch)" in answer.reason
 
 
 def test_no_removed_name_of_the_host_is_used() -> None:

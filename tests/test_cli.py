@@ -394,7 +394,7 @@ def test_trace_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("ssr_hf.cli.plot.find_spec", lambda name: None)
     result = run("trace", "--plot", "a.png")
     assert result.exit_code == 2
-    assert "pip install 'ssr-hf[plot]'" in result.stderr
+    assert "pip install matplotlib" in result.stderr
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")

@@ -62,6 +62,17 @@ def test_text_equals_plain_generate(model_dir: Path, oracle: Oracle, greedy: lis
     assert "\x1b" not in result.output
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_standard_output_that_takes_nothing() -> None:
+    """A traceback, and the exit code of a negative answer."""
+    command = [sys.executable, "-c", "from ssr_hf.cli import main; main()", "--version"]
+    with Path("/dev/full").open("w") as full:
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert run.returncode == 2
+    assert run.stderr.startswith("error  standard output cannot be written: ")
+    assert len(run.stderr.splitlines()) == 1
+
+
 def test_sampled_text_equals_plain_generate(model_dir: Path, oracle: Oracle) -> None:
     """A seed set at another moment than plain generate has it, or sampling options dropped."""
     import torch

@@ -86,6 +86,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_draft_tokens": None}, "max_draft_tokens is None"),
     ({"thinking_budget": -1}, "thinking_budget is -1.*at least 0"),
     ({"draft_budget": 9, "thinking_budget": 9}, "draft_budget is 9 and thinking_budget is 9"),
+    ({"draft_budget": (2, 9), "thinking_budget": 9}, "draft_budget is .2, 9. and thinking_budget"),
+    (
+        {"acceptance": "rejection_sampling", "reuse": "suffix"},
+        "acceptance is 'rejection_sampling' and reuse is 'suffix'.*prefix",
+    ),
     ({"reuse": "sufix"}, "reuse is 'sufix'.*'suffix'"),
     ({"lane": "lock-step"}, "lane is 'lock-step'.*'lockstep'"),
     ({"acceptance": "typical"}, "acceptance is 'typical'.*'exact_match'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import sys
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,7 +48,7 @@ def test_stream_equals_plain_generate(oracle: Oracle) -> None:
     text = "".join(piece for piece, _ in progress.pieces)
     assert text == expected
     stats = progress.output.speculation
-    assert seen[-1] == N_TOKENS and len(seen) == stats.forwards + 1 and seen == sorted(seen)
+    assert seen[-1] == N_TOKENS and len(seen) == len(stats.rounds) + 1 and seen == sorted(seen)
     assert progress.accepted["draft"] == stats.accepted_prefix
     assert progress.accepted["suffix"] == stats.suffix_accepted
     labels = {label for _, label in progress.pieces}
@@ -68,6 +69,17 @@ def test_a_late_reader_costs_no_time(oracle: Oracle) -> None:
             time.sleep(0.5)
     assert 0 < progress.seconds < done + 0.25
     assert progress.seconds >= progress.output.speculation.rounds[-1].start
+
+
+def test_a_closed_page_ends_its_generation(oracle: Oracle) -> None:
+    """A generation that nobody reads and that slows the next one down."""
+    before = threading.active_count()
+    progress = stream(oracle.model, oracle.tokenizer, PROMPT, CONFIG, N_TOKENS)
+    first = next(progress)
+    progress.close()
+    assert threading.active_count() == before
+    assert first.output.sequences.shape[1] < first.output.speculation.new_tokens + 10 + N_TOKENS
+    assert first.output.speculation.new_tokens < N_TOKENS
 
 
 def test_end_tokens_and_last_characters(oracle: Oracle) -> None:
@@ -129,7 +141,7 @@ def test_text_is_escaped() -> None:
 def test_missing_gradio(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """An ImportError that does not say what to install."""
     monkeypatch.setattr("ssr_hf.demo.app.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'ssr-hf\[demo\]'"):
+    with pytest.raises(ImportError, match=r"pip install gradio"):
         build_app()
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("ssr_hf.demo", run_name="__main__")

@@ -21,8 +21,8 @@ class _WaitingLane(Lane):
 
     name = "waiting"
 
-    def open(self, writer: DraftWriter, previous: Draft | None) -> None:
-        self.writer = writer
+    def _begin(self, writer: DraftWriter, previous: Draft | None) -> None:
+        pass
 
 
 MARKERS = ThinkingMarkers(start=((1,),), end=((2,),))

@@ -9,7 +9,9 @@ import pickle
 import threading
 import types
 import weakref
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from helpers import (
     generate,
     pair_tokenizer,
 )
-from transformers import GenerationMixin, StoppingCriteriaList
+from transformers import AutoTokenizer, GenerationMixin, StoppingCriteriaList
 
 import ssr_hf
 from ssr_hf import SelfSpeculativeOutput
@@ -49,6 +51,49 @@ def test_disable_restores_exactly() -> None:
     assert GenerationMixin.generate is class_method
     ssr_hf.disable(model)
     assert dict(vars(model)) == before
+
+
+def test_the_tokenizer_of_a_model_is_loaded_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Files read, and the Hub asked, in every call that brings no tokenizer."""
+    model, tokenizer = copy.deepcopy(build_model(FAMILY)), pair_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(model.config, "_name_or_path", str(tmp_path))
+    load = mock.Mock(wraps=AutoTokenizer.from_pretrained)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
+    speculation = {"end_of_thinking": tokenizer.decode([7])}
+    with enabled(model):
+        for _ in range(2):
+            generate(model, random_prompt(model, 9, seed=1), self_speculation=speculation)
+    assert load.call_count == 1
+
+
+def test_tensors_are_made_on_the_device_of_the_model() -> None:
+    """A default device of another kind: probes that fail, tokens that no streamer can read."""
+
+    class Devices:
+        def __init__(self) -> None:
+            self.seen: set[str] = set()
+
+        def put(self, value: torch.Tensor) -> None:
+            self.seen.add(value.device.type)
+
+        def end(self) -> None:
+            pass
+
+    model, declared = copy.deepcopy(build_model(FAMILY)), declare(FAMILY)
+    plain = _plain(declared)
+    torch.set_default_device("meta")
+    try:
+        with enabled(model):
+            for lane in LANES:
+                config, streamer = declared.config(lane=lane), Devices()
+                fast = generate(model, declared.prompt, self_speculation=config, streamer=streamer)
+                assert torch.equal(fast.sequences, plain.sequences)
+                assert fast.speculation.drafts and streamer.seen == {"cpu"}
+    finally:
+        torch.set_default_device(None)
 
 
 def test_a_generate_that_somebody_removed() -> None:

@@ -29,6 +29,7 @@ from helpers import (
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, TextIteratorStreamer
 
+from ssr_hf import rows as rows_module
 from ssr_hf import target as target_module
 from ssr_hf.cache import fork as fork_module
 from ssr_hf.cache.growth import GrowingLayer
@@ -118,6 +119,59 @@ def _assert_true_prefix(cache: Cache, reference: Cache) -> None:
         for name in ("keys", "values"):
             states = getattr(expected, name)[..., :length, :]
             torch.testing.assert_close(getattr(layer, name), states, atol=1e-3, rtol=1e-3)
+
+
+class _Scarce:
+    """Runs out of memory in the forwards of drafts: of two rows, or of another cache."""
+
+    def __init__(self, at: int) -> None:
+        self._fault = Fault(at, torch.OutOfMemoryError)
+        self.parent: Cache | None = None
+
+    def __call__(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        cache = kwargs["cache"]
+        self.parent = self.parent or cache
+        if cache is not self.parent or args[0].shape[0] == 2:
+            self._fault()
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@every_lane
+def test_a_draft_without_memory_is_given_up(lane: str, family: str, at: int) -> None:
+    """A generation that plain `generate` would finish, ended by work that is optional."""
+    model, declared = build_model(family), _declare(family)
+    arguments = _arguments(declared, lane)
+    plain = generate(model, declared.prompt, max_new_tokens=arguments["max_new_tokens"])
+    with enabled(model):
+        _run(declared, model, **arguments)  # the probes of the model
+        hook = model.model.layers[-1].register_forward_pre_hook(_Scarce(at), with_kwargs=True)
+        try:
+            fast = _run(declared, model, **arguments)
+        finally:
+            hook.remove()
+    assert torch.equal(fast.sequences, plain.sequences)
+    assert len(fast.speculation.drafts) <= 2
+    assert "a draft was cut: memory ran out" in fast.speculation.notes
+    _assert_true_prefix(fast.cache, plain.cache)
+
+
+@pytest.mark.parametrize("name", ["fork", "add_row"])
+def test_a_fork_without_memory_is_none(name: str) -> None:
+    """The same before the first forward of a draft."""
+    model, declared = build_model("llama"), _declare("llama")
+    lane = "lockstep" if name == "add_row" else "sequential"
+    arguments = _arguments(declared, lane)
+    plain = generate(model, declared.prompt, max_new_tokens=arguments["max_new_tokens"])
+    module = rows_module if name == "add_row" else target_module
+    with enabled(model):
+        _run(declared, model, **arguments)  # the probes of the model
+        fault = mock.Mock(side_effect=torch.OutOfMemoryError("none left"))
+        with mock.patch.object(module, name, fault):
+            fast = _run(declared, model, **arguments)
+    assert torch.equal(fast.sequences, plain.sequences)
+    assert fault.call_count == 1
+    assert [draft.status for draft in fast.speculation.drafts] == ["discarded"]
 
 
 @pytest.mark.parametrize("error", [InjectedError, KeyboardInterrupt])

@@ -158,7 +158,7 @@ def test_scripted_drafts_are_accepted_as_scripted(model, probability: float, acc
     assert rows[1]["accepted_prefix"] == accepted
     assert rows[1]["draft_tokens"] == LENGTHS.answer
     assert rows[1]["same_text"]
-    assert (rows[1]["forwards"] < sum((LENGTHS.thinking, 1, LENGTHS.answer))) == (accepted > 0)
+    assert (rows[1]["rounds"] < sum((LENGTHS.thinking, 1, LENGTHS.answer))) == (accepted > 0)
 
 
 def test_no_generation_begins_after_the_deadline(model) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -199,6 +200,41 @@ def test_imports_point_up(layer: str) -> None:
     above = set(LAYERS[: LAYERS.index(layer)])
     found = [v for module in modules() if unit(module) == layer for v in violations(above, module)]
     assert not found, f"{layer} may import {sorted(above)} only"
+
+
+def test_private_names_of_others_are_met_in_one_place() -> None:
+    """A private attribute of torch or transformers outside of `compat`: a release that drops it."""
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules().items()}
+    own = {node.name for tree in trees.values() for node in ast.walk(tree) if _is_definition(node)}
+    own |= {"_replace", "_asdict"}  # of named tuples, documented in spite of their names
+    own |= {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store)
+    }
+    found = [
+        f"{name}:{node.lineno} uses {attribute}"
+        for name, tree in trees.items()
+        if unit(name) != "compat"
+        for node in ast.walk(tree)
+        for attribute in _attributes(node)
+        if re.match("_[a-z]", attribute) and attribute not in own
+    ]
+    assert not found
+
+
+def _is_definition(node: ast.AST) -> bool:
+    return isinstance(node, (ast.FunctionDef, ast.ClassDef))
+
+
+def _attributes(node: ast.AST) -> Iterator[str]:
+    """The attribute that `x.name` reads, or `getattr(x, "name", ...)`."""
+    if isinstance(node, ast.Attribute):
+        yield node.attr
+    is_getattr = isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr")
+    if is_getattr and isinstance(node.args[1], ast.Constant):
+        yield node.args[1].value
 
 
 def test_assets_stand_alone() -> None:

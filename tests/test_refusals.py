@@ -19,6 +19,8 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     QuantizedCache,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
@@ -146,6 +148,29 @@ def _offloaded(model: PreTrainedModel) -> DynamicCache:
     cache = DynamicCache(config=model.config)
     cache.offloading = True
     return cache
+
+
+@pytest.mark.parametrize("reuse", ["none", "prefix+suffix"])
+def test_a_model_without_a_cache_to_hand_back(reuse: str) -> None:
+    """An `AttributeError` in the middle of the package."""
+    config = RecurrentGemmaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        lru_width=32,
+        attention_window_size=8,
+        pad_token_id=0,
+    )
+    model = RecurrentGemmaForCausalLM(config).eval()
+    speculation = {"end_of_thinking": [5], "reuse": reuse}
+    with (
+        enabled(model),
+        pytest.raises(UnsupportedError, match="RecurrentGemmaForCausalLM returns no cache"),
+    ):
+        generate(model, torch.tensor([[2, 3, 4]]), self_speculation=speculation)
 
 
 @pytest.mark.parametrize("name", CACHES)

@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,7 +17,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from ssr_hf.assets import TINY_REASONER_DIR, load_tiny_reasoner, tiny_reasoner_prompts
+from ssr_hf.assets import (
+    TINY_REASONER_DIR,
+    fit_threads,
+    load_tiny_reasoner,
+    tiny_reasoner_prompts,
+)
 from ssr_hf.assets.problems import (
     CITIES,
     COLOURS,
@@ -261,3 +267,22 @@ def test_asset_reasons_answers_and_drafts(asset: tuple[Any, Any]) -> None:
     ]
     assert sum(map(bool, rows_shared)) >= 5
     assert any(draft != answer for draft, answer in zip(drafts, answers, strict=True))
+
+
+def test_threads_that_hinder_each_other_are_given_up_at_once() -> None:
+    """Half a minute of measuring on a machine that other programs use."""
+    calls: list[int] = []
+
+    class Contended:
+        device = torch.device("cpu")
+
+        def __call__(self, ids: torch.Tensor) -> None:
+            calls.append(torch.get_num_threads())
+            time.sleep(0.001 if calls[-1] == 1 else 0.02)
+
+    before = torch.get_num_threads()
+    try:
+        assert fit_threads(Contended()) == torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+    assert calls.count(2) == 3

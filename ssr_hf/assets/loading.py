@@ -28,6 +28,8 @@ TINY_REASONER_DIR = Path(__file__).resolve().parent / "tiny_reasoner"
 # Tokens of the forwards that are timed: plain decoding, a round with spans, one with a draft.
 _ROUND_TOKENS = (1, 8, 32)
 _ROUNDS = 12
+# Where other programs use the cores, a forward on two threads can take a hundred times as long.
+_HOPELESS = 3.0
 
 
 def load_tiny_reasoner(
@@ -98,7 +100,7 @@ def fit_threads(model: Qwen3ForCausalLM) -> int:
     import torch
 
     seconds: dict[tuple[int, int], list[float]] = {}
-    ids = torch.zeros(1, max(_ROUND_TOKENS), dtype=torch.long)
+    ids = torch.zeros(1, max(_ROUND_TOKENS), dtype=torch.long, device=model.device)
     before = torch.get_num_threads()
     try:
         with torch.inference_mode():
@@ -109,10 +111,16 @@ def fit_threads(model: Qwen3ForCausalLM) -> int:
                     model(ids[:, :n_tokens])
                     taken = time.perf_counter() - start
                     seconds.setdefault((threads, n_tokens), []).append(taken)
+                if _total(seconds, 2) > _HOPELESS * _total(seconds, 1):
+                    break
     except BaseException:
         torch.set_num_threads(before)
         raise
-    cost = {n: sum(median(seconds[n, size]) for size in _ROUND_TOKENS) for n in (1, 2)}
-    fastest = min(cost, key=cost.__getitem__)
+    fastest = min((1, 2), key=lambda threads: _total(seconds, threads))
     torch.set_num_threads(fastest)
     return fastest
+
+
+def _total(seconds: dict[tuple[int, int], list[float]], threads: int) -> float:
+    """Seconds of one forward of each size."""
+    return sum(median(seconds[threads, size]) for size in _ROUND_TOKENS)

@@ -48,9 +48,20 @@ def _all_layers_or_none(cache: Cache) -> Iterator[None]:
 
 
 def add_row(cache: Cache, device: torch.device) -> None:
-    """Doubles the only batch row in place: row 0 stays the parent, row 1 is the child."""
-    with _all_layers_or_none(cache):
-        cache.reorder_cache(torch.tensor([0, 0], device=device))
+    """Doubles the only batch row in place: row 0 stays the parent, row 1 is the child.
+
+    No more than one old layer is held while the new ones come into being.
+    """
+    rows = torch.tensor([0, 0], device=device)
+    for n_done, layer in enumerate(cache.layers):
+        saved = kind_of(layer).save(layer)
+        try:
+            layer.reorder_cache(rows)
+        except BaseException:
+            kind_of(layer).restore(layer, saved)
+            for doubled in cache.layers[:n_done]:
+                doubled.reorder_cache(rows[:1])
+            raise
 
 
 def retire_row(cache: Cache, device: torch.device) -> None:

@@ -118,18 +118,18 @@ def asked_once(model: PreTrainedModel, question: str, probe: Callable[[], Answer
 @contextmanager
 def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
     """Puts back what the modules of `model` held, and the state of the random generators."""
-    held = [(owned, dict(owned)) for module in model.modules() for owned in _state_of(module)]
+    held = [
+        (owned, dict(owned)) for module in model.modules() for owned in compat.attributes(module)
+    ]
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         try:
             yield
         finally:
-            for owned, values in held:
-                owned.update({key: old for key, old in values.items() if owned[key] is not old})
-
-
-def _state_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
-    return vars(module), module._buffers
+            for owner, values in held:
+                for name, value in values.items():
+                    if owner.get(name) is not value:
+                        owner[name] = value
 
 
 def multi_token_support(model: PreTrainedModel, generation_config: GenerationConfig) -> Support:
@@ -152,14 +152,15 @@ def multi_token_support(model: PreTrainedModel, generation_config: GenerationCon
 
 def kernels_of(model: PreTrainedModel) -> tuple[Any, ...]:
     """What decides which kernels a model runs, dropout included."""
-    return model.dtype, model.device, model.config._attn_implementation, model.training
+    return model.dtype, model.device, compat.attention_implementation(model), model.training
 
 
 def probe_ids(model: PreTrainedModel, length: int) -> torch.Tensor:
     """Arbitrary token ids `[1, length]`, always the same."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.randint(1, min(vocab_size, 1000), (1, length), generator=generator)
+    shape = (1, length)
+    ids = torch.randint(1, min(vocab_size, 1000), shape, generator=generator, device="cpu")
     return ids.to(model.device)
 
 
@@ -204,11 +205,15 @@ def _probe(model: PreTrainedModel, generation_config: GenerationConfig) -> Suppo
         return Unsupported(f"{name} restarts a state where several tokens are read at once", hint)
     ids = probe_ids(model, PROBE_PREFIX + PROBE_TOKENS)
     single = _probe_logits(model, generation_config, ids, [1] * PROBE_TOKENS)
+    try:
+        block = _probe_logits(model, generation_config, ids, [PROBE_TOKENS])
+    except Exception as error:
+        reason = f"{name} cannot read several tokens at once ({type(error).__name__}: {error})"
+        return Unsupported(reason, hint)
     if model.training:
         again = _probe_logits(model, generation_config, ids, [1] * PROBE_TOKENS)
         if not torch.equal(single, again):
             return Unsupported(f"{name} drops out at random in training mode", "Call model.eval()")
-    block = _probe_logits(model, generation_config, ids, [PROBE_TOKENS])
     difference = deviation(single, block)
     if difference <= tolerance(model, generation_config):
         return Supported()
@@ -238,6 +243,6 @@ def _probe_logits(
         end += n_tokens
         kwargs = {**model_kwargs, "position_ids": positions[:, :end]}
         outputs = compat.forward(model, ids[:, :end], n_tokens, kwargs)
-        model_kwargs["cache"] = outputs.cache
+        model_kwargs["cache"] = compat.returned_cache(model, outputs)
         logits.append(outputs.logits[0, -n_tokens:].float())
     return torch.cat(logits[1:])

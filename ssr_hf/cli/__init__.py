@@ -8,7 +8,7 @@ import typer
 
 import ssr_hf
 
-from . import check, demo, generate, trace
+from . import check, console, demo, generate, trace
 
 app = typer.Typer(
     name="ssr-hf",
@@ -43,7 +43,11 @@ def main() -> None:
     # Hints of the host about arguments, which the user of a command line never sees.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    app()
+    console.require_stdout()
+    try:
+        app()
+    except OSError as error:
+        console.give_up(f"standard output cannot be written: {error}")
 
 
 __all__ = ["app", "main"]

@@ -90,6 +90,21 @@ def fail(text: str, exit_code: int = EXIT_WRONG_INPUT) -> NoReturn:
     raise typer.Exit(exit_code)
 
 
+def require_stdout() -> None:
+    """Ends the program where standard output is closed: results would be lost."""
+    if sys.stdout is None:
+        give_up("standard output is closed")
+
+
+def give_up(text: str) -> NoReturn:
+    """Reports outside of any command that nothing can be shown, and ends the program."""
+    if sys.stdout is not None:
+        # Python would try once more at its end, and say so.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    err_console().print(f"[bold red]error[/]  {escape(text)}", soft_wrap=True)
+    sys.exit(EXIT_WRONG_INPUT)
+
+
 @contextmanager
 def busy(what: str, spins: bool = True) -> Iterator[None]:
     """Shows that something of unknown length is going on: a spinner, or a line once it takes long.

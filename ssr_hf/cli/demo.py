@@ -120,7 +120,7 @@ class _Stage:
             self.session, request, self.generation, self.config.thinking_budget, painter
         )
         painter.finish()
-        heading(console, "self-speculation", legend())
+        heading(console, "self-speculation", legend() if console.color_system else None)
         painter = self._painter(console)
         speculative = run_speculative(self.session, request, self.generation, self.config, painter)
         painter.finish()

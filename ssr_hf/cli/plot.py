@@ -34,7 +34,7 @@ def require_matplotlib(path: Path) -> None:
     """
     if find_spec("matplotlib") is None:
         raise InputError(
-            "--plot needs matplotlib, which is not installed. Run pip install 'ssr-hf[plot]', or "
+            "--plot needs matplotlib, which is not installed. Run pip install matplotlib, or "
             "leave --plot out for the chart in the terminal."
         )
     if path.suffix.lower() not in FORMATS:

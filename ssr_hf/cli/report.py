@@ -47,7 +47,7 @@ def comparison_table(figures: Figures, n_prompts: int = 1) -> Table:
     """
     table = Table(box=box.SIMPLE_HEAD, show_footer=True, pad_edge=True)
     speed_up = figures["speed_up"]
-    label = "speed-up" if n_prompts == 1 else "speed-up per prompt"
+    label = "speed-up" if n_prompts == 1 else "median of speed-ups"
     table.add_column("", footer=label, footer_style="bold")
     for name, (label, _) in _COLUMNS.items():
         ratio = speed_up.get(name)

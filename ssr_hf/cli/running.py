@@ -155,7 +155,8 @@ def warm_up(
     """Takes what only a first call costs, such as probing the model, out of the figures."""
     shortest = replace(request, max_new_tokens=min(_WARM_UP_TOKENS, request.max_new_tokens))
     run_plain(session, shortest, options, config.thinking_budget)
-    run_speculative(session, shortest, options, config)
+    # What the warm-up writes must not be replayed by the run that is shown.
+    run_speculative(session, shortest, options, config.without_history())
 
 
 def _run(

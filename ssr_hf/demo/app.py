@@ -23,7 +23,7 @@ COLOURS = {"draft": "#bfe5cb", "suffix": "#bfe3ea", "marker": "#e0cfee"}
 REDRAW_SECONDS = 0.05
 WARM_UP_TOKENS = 12
 MISSING_GRADIO = (
-    "The web demo needs gradio, which is not installed. Run pip install 'ssr-hf[demo]', or see the "
+    "The web demo needs gradio, which is not installed. Run pip install gradio, or see the "
     "same in a terminal with ssr-hf demo."
 )
 _INTRODUCTION = """

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import StoppingCriteriaList
 
 import ssr_hf
 
@@ -95,6 +96,10 @@ def stream(
     streamer = _RoundStreamer()
     progress = Progress()
     failures: list[BaseException] = []
+    abandoned = threading.Event()
+
+    def is_abandoned(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), abandoned.is_set(), device=input_ids.device)
 
     def work() -> None:
         try:
@@ -104,6 +109,7 @@ def stream(
                 do_sample=False,
                 return_dict_in_generate=True,
                 streamer=streamer,
+                stopping_criteria=StoppingCriteriaList([is_abandoned]),
                 tokenizer=tokenizer,
                 self_speculation=config,
             )
@@ -115,18 +121,24 @@ def stream(
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     text = _LabelledText(tokenizer, progress.pieces, _end_tokens(model, tokenizer))
-    while (item := streamer.rounds.get()) is not None:
-        token_ids, entry, progress.seconds = item
-        for token_id, source in zip(token_ids, entry.token_sources, strict=True):
-            text.push(token_id, None if source == "model" else source)
-        progress.n_tokens += len(token_ids)
-        progress.forwards += 1
-        progress.accepted[entry.source] = progress.accepted.get(entry.source, 0) + entry.n_accepted
-        yield progress
-    thread.join()
+    try:
+        while (item := streamer.rounds.get()) is not None:
+            token_ids, entry, progress.seconds = item
+            for token_id, source in zip(token_ids, entry.token_sources, strict=True):
+                text.push(token_id, None if source == "model" else source)
+            progress.n_tokens += len(token_ids)
+            progress.forwards += 1
+            accepted = progress.accepted.get(entry.source, 0) + entry.n_accepted
+            progress.accepted[entry.source] = accepted
+            yield progress
+    finally:
+        # Whoever has closed the page reads no further; the next click must not share the machine.
+        abandoned.set()
+        thread.join()
     if failures:
         raise failures[0]
     progress.seconds = streamer.seconds
+    progress.forwards = progress.output.speculation.forwards
     text.finish()
     yield progress
 

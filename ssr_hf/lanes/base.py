@@ -76,6 +76,7 @@ class DraftWriter:
         self.sequence = TokenSequence(text.ids)
         self.sequence.append(rules.closing_ids)
         self.inherited = 0
+        self.forwards = 0
         self._rules = rules
         self._start = len(self.sequence)
         self._end = self._start + max_tokens
@@ -167,6 +168,7 @@ class DraftWriter:
             token_ids=self.token_ids,
             status=self.status or fallback,
             inherited=self.inherited,
+            forwards=self.forwards,
             proposals=tuple(self._proposals),
         )
 
@@ -183,6 +185,7 @@ def inherit(child: Target, writer: DraftWriter, previous: Draft | None) -> None:
         candidates = candidates.first(writer.room - 1)
     n_written = writer.write(child.forward(candidates.token_ids), candidates)
     child.keep(n_written)
+    writer.forwards += 1
     writer.inherited = n_written - 1
 
 
@@ -199,13 +202,15 @@ def write_draft(
         shape = ForwardShape(child.n_pending)
         candidates = guess(writer.sequence.token_ids, writer.room - 1, shape)
         child.keep(writer.write(child.forward(candidates.token_ids), candidates))
+        writer.forwards += 1
 
 
 class Lane(ABC):
     """Runs at most one draft at a time beside the parent.
 
     A lane never changes the parent's text, and leaves the parent's cache holding exactly the
-    parent's committed tokens whenever no draft is open.
+    parent's committed tokens whenever no draft is open. A draft is optional work: where memory runs
+    out for it, it ends as far as it got, the lane is `exhausted`, and the parent goes on.
 
     Args:
         target (`Target`): The parent.
@@ -218,6 +223,7 @@ class Lane(ABC):
     def __init__(self, target: Target) -> None:
         self.target = target
         self.writer: DraftWriter | None = None
+        self.exhausted = False
 
     @classmethod
     def support(cls, model: PreTrainedModel) -> Support:
@@ -244,14 +250,22 @@ class Lane(ABC):
         """Whether the parent may offer candidates in the next round."""
         return True
 
-    @abstractmethod
     def open(self, writer: DraftWriter, previous: Draft | None) -> None:
         """Starts a draft. The parent's text at this moment is `writer`'s prefix."""
+        self.writer = writer
+        try:
+            self._begin(writer, previous)
+        except torch.OutOfMemoryError:
+            self.exhausted = True
+
+    @abstractmethod
+    def _begin(self, writer: DraftWriter, previous: Draft | None) -> None:
+        """Forks, and writes what is written at once."""
 
     @property
     def is_done(self) -> bool:
         """Whether the open draft will get no further token."""
-        return self.writer is not None and self.writer.finished
+        return self.writer is not None and (self.writer.finished or self.exhausted)
 
     def forward(self, candidates: Candidates) -> torch.Tensor:
         """The parent's forward of this round; a draft may ride in it.

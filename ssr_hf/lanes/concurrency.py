@@ -11,10 +11,10 @@ import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .. import compat
 from ..cache.support import Support, Supported, Unsupported
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedModel
 
 OWN_FORWARD = "Use lane='lockstep', where a draft rides in the forward of its parent"
@@ -47,18 +47,11 @@ def two_thread_support(model: PreTrainedModel) -> Support:
 
 
 def _is_compiled(model: PreTrainedModel) -> bool:
-    return any(_has_compiled_forward(module) for module in model.modules())
-
-
-def _has_compiled_forward(module: nn.Module) -> bool:
-    wraps_original = "_orig_mod" in module._modules
-    compiled_call = module._compiled_call_impl is not None
-    forward = module.__dict__.get("forward")
-    return wraps_original or compiled_call or hasattr(forward, "_torchdynamo_orig_callable")
+    return any(compat.is_compiled(module) for module in model.modules())
 
 
 def _moves_weights(model: PreTrainedModel) -> bool:
-    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    hooks = map(compat.accelerate_hook, model.modules())
     return any(_hook_moves_weights(hook) for hook in hooks if hook is not None)
 
 
@@ -92,7 +85,7 @@ def _tunes_kernels(model: PreTrainedModel) -> bool:
     if model.device.type == "cpu":
         return False
     packages = any(importlib.util.find_spec(name) is not None for name in TUNING_PACKAGES)
-    return bool(model.use_kernels or (model._is_stateful and packages))
+    return bool(model.use_kernels or (compat.is_recurrent(model) and packages))
 
 
 def _is_spread(model: PreTrainedModel) -> bool:

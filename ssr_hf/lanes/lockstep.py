@@ -33,8 +33,7 @@ class LockstepLane(Lane):
         self._n_fed = 0  # tokens of the child's text that are in its row
         self._n_drafted = 0
 
-    def open(self, writer: DraftWriter, previous: Draft | None) -> None:
-        self.writer = writer
+    def _begin(self, writer: DraftWriter, previous: Draft | None) -> None:
         support = row_support(self.target)
         if previous is None or not support.padding:
             self._n_fed = len(self.target.sequence) - self.target.n_pending
@@ -80,9 +79,14 @@ class LockstepLane(Lane):
             # Until the marker is read to its end, the child's next token is already known.
             known = known[: self.target.n_pending]
         child_ids = (*known, *guessed.token_ids)
-        target_logits, child_logits = shared.forward(
-            candidates.token_ids, child_ids, child_position=self._n_fed
-        )
+        try:
+            target_logits, child_logits = shared.forward(
+                candidates.token_ids, child_ids, child_position=self._n_fed
+            )
+        except torch.OutOfMemoryError:
+            self.exhausted = True
+            self._part()
+            return super().forward(candidates)
         n_kept = len(known)
         if self._n_fed + n_kept == len(writer.sequence):
             self._n_drafted = writer.write(child_logits[:, n_kept - 1 :], guessed)
@@ -92,9 +96,13 @@ class LockstepLane(Lane):
         return target_logits[:, self.target.n_pending - 1 :]
 
     def close(self) -> None:
+        self._part()
+        super().close()
+
+    def _part(self) -> None:
+        """Gives the parent its cache back."""
         if self._shared is not None:
             self._shared.retire()
             self._shared = None
         self._guess = None
         self._n_drafted = 0
-        super().close()

@@ -11,7 +11,6 @@ class SequentialLane(Lane):
 
     name = "sequential"
 
-    def open(self, writer: DraftWriter, previous: Draft | None) -> None:
-        self.writer = writer
+    def _begin(self, writer: DraftWriter, previous: Draft | None) -> None:
         child = self.target.fork(writer.sequence)
         write_draft(child, writer, previous, cancelled=lambda: False)

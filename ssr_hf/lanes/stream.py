@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 class StreamLane(Lane):
     """Writes the draft on an independent target while the parent goes on.
 
-    What goes wrong in a draft is raised by `collect`, in the thread of the parent.
+    What goes wrong in a draft, other than that memory runs out, is raised by `collect`, in the
+    thread of the parent.
     """
 
     name = "stream"
@@ -45,8 +46,7 @@ class StreamLane(Lane):
     def support(cls, model: PreTrainedModel) -> Support:
         return two_thread_support(model)
 
-    def open(self, writer: DraftWriter, previous: Draft | None) -> None:
-        self.writer = writer
+    def _begin(self, writer: DraftWriter, previous: Draft | None) -> None:
         self._cancelled.clear()
         self._error = None
         side = self._side = SideStream(self.target.model.device)
@@ -78,13 +78,15 @@ class StreamLane(Lane):
 
     @property
     def is_done(self) -> bool:
-        return self._thread is not None and not self._thread.is_alive()
+        return self.exhausted or (self._thread is not None and not self._thread.is_alive())
 
     def collect(self, fallback: DraftStatus) -> Draft:
         side = self._side
         draft = super().collect(fallback)
         error, self._error = self._error, None
-        if error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            self.exhausted = True
+        elif error is not None:
             raise error
         if side is not None:
             side.hand_back(_proposal_tensors(draft))
