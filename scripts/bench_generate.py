@@ -193,7 +193,7 @@ def print_table(rows: list[dict[str, Any]], title: str) -> None:
             f"{row['forwards']:.0f}",
             f"{row['tokens_per_forward']:.2f}",
         )
-    Console().print(table)
+    Console(width=140).print(table)
 
 
 def main(
