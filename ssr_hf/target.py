@@ -148,7 +148,10 @@ class Target:
         return tuple(states[:1, first : first + 1] for states in layers)
 
     def settle(self) -> None:
-        """Feeds pending tokens but the last, so that the cache is as plain `generate` leaves it."""
+        """Feeds pending tokens but the last, so that the cache is as plain `generate` leaves it.
+
+        A forward that fails half-way leaves the cache as it was.
+        """
         if self.n_pending <= 1:
             return
         n_tokens = self.n_pending - 1
@@ -156,7 +159,13 @@ class Target:
         for name in compat.PER_TOKEN_KWARGS:
             if kwargs.get(name) is not None:
                 kwargs[name] = kwargs[name][..., :-1]
-        compat.forward(self.model, self.sequence.ids[:, :-1], n_tokens, kwargs)
+        checkpoint = Checkpoint(self.cache, n_tokens)
+        try:
+            compat.forward(self.model, self.sequence.ids[:, :-1], n_tokens, kwargs)
+        except BaseException:
+            checkpoint.restore()
+            raise
+        checkpoint.keep(n_tokens)
         self.n_pending = 1
 
     def abandon_round(self) -> None:

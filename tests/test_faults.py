@@ -22,6 +22,7 @@ from helpers import (
     declare,
     enabled,
     generate,
+    layer_states,
     pair_tokenizer,
     scripted_drafts,
     true_up_to,
@@ -29,11 +30,13 @@ from helpers import (
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, TextIteratorStreamer
 
+from ssr_hf import compat
 from ssr_hf import rows as rows_module
 from ssr_hf import target as target_module
 from ssr_hf.cache import fork as fork_module
 from ssr_hf.cache.growth import GrowingLayer
 from ssr_hf.cache.layers import LAYER_KINDS
+from ssr_hf.tokens import TokenSequence
 
 CACHED = 4
 every_lane = pytest.mark.parametrize("lane", LANES)
@@ -154,6 +157,33 @@ def test_a_draft_without_memory_is_given_up(lane: str, family: str, at: int) -> 
     assert len(fast.speculation.drafts) <= 2
     assert "a draft was cut: memory ran out" in fast.speculation.notes
     _assert_true_prefix(fast.cache, plain.cache)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_next"])
+def test_settling_that_fails_leaves_the_cache_as_it_was(family: str) -> None:
+    """Memory that runs out after some layers were written, in a call that goes on."""
+    model, prompt = build_model(family), _declare(family).prompt
+    config = model.generation_config
+    settled = []
+    for at in (0, 1):
+        sequence = TokenSequence(prompt)
+        target = target_module.Target(model, sequence, compat.fresh_kwargs(model, prompt, config))
+        with torch.no_grad():
+            target.prefill(config)
+            sequence.append((5, 6, 7))
+            target.keep(3)
+            target.n_pending = 3
+            if at:
+                with (
+                    _in_the_forward(model, Fault(at, torch.OutOfMemoryError)),
+                    pytest.raises(torch.OutOfMemoryError),
+                ):
+                    target.settle()
+                assert target.n_pending == 3
+            target.settle()
+        target.close(keeps_cache=True)
+        settled.append([layer_states(layer) for layer in target.cache.layers])
+    torch.testing.assert_close(settled[1], settled[0])
 
 
 @pytest.mark.parametrize("name", ["fork", "add_row"])
