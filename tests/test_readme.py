@@ -365,7 +365,14 @@ def anchor(heading: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "CONTRIBUTING.md", "notebooks/README.md", "scripts/README.md"]
+    "name",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "notebooks/README.md",
+        "scripts/README.md",
+        "tests/README.md",
+    ],
 )
 def test_links_lead_somewhere(name: str) -> None:
     """A link to a file that moved, or to a heading that was renamed."""
@@ -395,3 +402,15 @@ def test_one_version_everywhere() -> None:
     assert f'\nversion = "{ssr_hf.__version__}"\n' in PYPROJECT
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.search(r"^## \[(Unreleased|\d+\.\d+\.\d+)\]", changelog, re.MULTILINE)
+
+
+def test_the_map_of_the_tests_is_complete() -> None:
+    """A test file that nobody can place, or a test that is named and gone."""
+    text = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    files = {path.name: path.read_text(encoding="utf-8") for path in ROOT.glob("tests/test_*.py")}
+    assert not [name for name in files if f"`{name}`" not in text]
+    defined = {
+        name for code in files.values() for name in re.findall(r"^def (test_\w+)", code, re.M)
+    }
+    named = set(re.findall(r"`(test_\w+)`", text))
+    assert named <= defined | {name.removesuffix(".py") for name in files}
