@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,22 @@ def read_rows(
     return list(data.select(range(min(n_rows, len(data)))))
 
 
+def require_saving(path: Path | None) -> None:
+    """Refuses `--save` before anything is measured where results could not be saved.
+
+    Raises:
+        `typer.BadParameter`: `evaluate` is not installed.
+    """
+    if path is not None and find_spec("evaluate") is None:
+        raise typer.BadParameter("--save needs `pip install evaluate`")
+
+
 def save_results(path: Path | None, facts: dict[str, Any]) -> None:
     """Writes what a benchmark found, with time and commit; a folder gets a file of its own."""
-    if path is None:
-        return
-    import evaluate
+    if path is not None:
+        import evaluate
 
-    evaluate.save(path, **facts)
+        evaluate.save(path, **facts)
 
 
 class ForwardCounter:

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench_common import ForwardCounter, load, read_rows, save_results
+from bench_common import ForwardCounter, load, read_rows, require_saving, save_results
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -223,6 +223,7 @@ def main(
 ) -> None:
     """Measures every setting on every prompt."""
     global now
+    require_saving(save)
     now = CLOCKS[clock]
     torch.set_num_threads(threads)
     loaded, tokenizer = load(model, dtype)
@@ -271,8 +272,8 @@ def main(
         "rows": rows,
         "notes": sorted({n for r in runs["default"] if r.speculation for n in r.speculation.notes}),
     }
-    save_results(save, facts)
     print(json.dumps(facts))
+    save_results(save, facts)
     raise typer.Exit(
         0 if all(row["identical"] for row in rows if "lookup" not in row["setting"]) else 1
     )

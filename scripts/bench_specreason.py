@@ -32,7 +32,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench_common import ForwardCounter, load, read_rows, save_results
+from bench_common import ForwardCounter, load, read_rows, require_saving, save_results
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -222,8 +222,8 @@ def report(
     versions = {name: version(name) for name in ("torch", "transformers", "ssr-hf")}
     machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), **versions}
     document = {"bench": "specreason", **facts, **machine, "rows": rows}
-    save_results(save, document)
     print(json.dumps(document, allow_nan=False))
+    save_results(save, document)
 
 
 def parameters(model: Any) -> float:
@@ -245,6 +245,7 @@ def sweep(
     save: Annotated[Path | None, typer.Option(help="File or folder for the results.")] = None,
 ) -> None:
     """A pair with one tokenizer: every threshold, then both methods together."""
+    require_saving(save)
     if plot is not None:  # not found out after a quarter of an hour
         import matplotlib as mpl
 
@@ -328,6 +329,7 @@ def words(
     save: Annotated[Path | None, typer.Option(help="File or folder for the results.")] = None,
 ) -> None:
     """Two models, which may have different tokenizers, on questions with a number as answer."""
+    require_saving(save)
     items = (
         word_problems(prompts, seed)
         if questions is None
@@ -412,8 +414,8 @@ def _open(tokenizer: Any, question: str) -> str:
     return f"{prompt}<think>\n"
 
 
-def _is_same_number(right: str, answer: str) -> bool:
-    return _last_number(answer) == _last_number(right)
+def _is_same_number(right: object, answer: str) -> bool:
+    return _last_number(answer) == _last_number(str(right))
 
 
 def _last_number(answer: str) -> float:

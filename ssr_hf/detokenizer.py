@@ -43,7 +43,7 @@ class IncrementalDetokenizer:
         """The text that `token_id` adds; empty while a character is incomplete."""
         self._pending.append(token_id)
         added = self._added()
-        if added.endswith(_INCOMPLETE):
+        if not added or added.endswith(_INCOMPLETE):
             return ""
         self._context, self._pending = self._pending, []
         return added

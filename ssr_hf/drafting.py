@@ -60,6 +60,7 @@ class DraftSchedule:
             self._budgets = tuple(map(pacer.first_budget, config.draft_budgets))
         self._next_budget: int | None = self._budget_after(0)
         self._is_held = self._was_held = False
+        self._was_busy = False  # whether a draft was due while the one before was open
         self._first_objection = pacer.objection()
         self.newest: Draft | None = None
 
@@ -113,6 +114,7 @@ class DraftSchedule:
             self._next_budget = None
         if reopened:
             self._begin_block()
+        self._was_busy |= self._lane.is_open and self._is_due(self._tracker)
         between = self._tracker.phase is not Phase.THINKING or finished
         if not between and not self._lane.is_open and self._is_due(self._tracker):
             if self._is_held:
@@ -176,9 +178,9 @@ class DraftSchedule:
             return "a small model wrote the steps when one was due"
         if self._tracker.n_thinking < budget:
             return f"thinking had fewer than {budget} tokens, the next branch point"
-        if self._stage:
-            return f"the one before was being written from {budget} tokens of thinking to its end"
-        return f"thinking ended in the round that reached the first branch point, {budget}"
+        if self._was_busy:
+            return f"at {budget} tokens of thinking, the one before was still being written"
+        return f"thinking ended in the round that reached the next branch point, {budget}"
 
     def _is_due(self, tracker: PhaseTracker) -> bool:
         return self._next_budget is not None and tracker.n_thinking >= self._next_budget

@@ -147,13 +147,16 @@ class Target:
         first = self._n_read - 1 + index
         return tuple(states[:1, first : first + 1] for states in layers)
 
-    def settle(self) -> None:
+    def settle(self) -> int:
         """Feeds pending tokens but the last, so that the cache is as plain `generate` leaves it.
 
         A forward that fails half-way leaves the cache as it was.
+
+        Returns:
+            `int`: Forwards that this took, 0 or 1.
         """
         if self.n_pending <= 1:
-            return
+            return 0
         n_tokens = self.n_pending - 1
         kwargs = dict(self.kwargs)
         for name in compat.PER_TOKEN_KWARGS:
@@ -167,6 +170,7 @@ class Target:
             raise
         checkpoint.keep(n_tokens)
         self.n_pending = 1
+        return 1
 
     def abandon_round(self) -> None:
         """Puts the cache back as it was before a forward that no commit followed."""

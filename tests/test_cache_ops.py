@@ -222,9 +222,35 @@ def test_second_row_comes_and_goes_exactly(family: str) -> None:
     _assert_equal_states(cache, before, exact=True)
 
 
+@every_kind
+def test_a_row_can_be_retired_without_memory(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that is given up for lack of memory, and whose end needs some."""
+    model = build_model(family)
+    cache = _filled(model, random_prompt(model, PREFIX, seed=6))
+    before = _states(cache)
+    add_row(cache, CPU)
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    for layer in cache.layers:
+        monkeypatch.setattr(layer, "reorder_cache", fail, raising=False)
+    retire_row(cache, CPU)
+    _assert_equal_states(cache, before, exact=True)
+
+
+def test_a_second_row_holds_no_buffers_of_the_first() -> None:
+    """Two generations of every buffer while a cache is doubled."""
+    model = build_model("llama")
+    cache = _filled(model, random_prompt(model, PREFIX, seed=6))
+    _feed(model, cache, random_prompt(model, 1, seed=7))
+    buffers = [weakref.ref(b) for layer in cache.layers for b in layer.buffers.values()]
+    add_row(cache, CPU)
+    assert buffers and not any(reference() is not None for reference in buffers)
+
+
 OPERATIONS: dict[str, Callable[[Cache, Cache], None]] = {
     "add_row": lambda cache, child: add_row(cache, CPU),
-    "retire_row": lambda cache, child: retire_row(cache, CPU),
     "join": lambda cache, child: join(cache, child, 2),
     "strip_padding": lambda cache, child: strip_padding(cache, 2),
 }

@@ -78,7 +78,6 @@ def test_a_closed_page_ends_its_generation(oracle: Oracle) -> None:
     first = next(progress)
     progress.close()
     assert threading.active_count() == before
-    assert first.output.sequences.shape[1] < first.output.speculation.new_tokens + 10 + N_TOKENS
     assert first.output.speculation.new_tokens < N_TOKENS
 
 

@@ -26,14 +26,14 @@ def test_decoder_keeps_a_space_at_the_beginning_of_a_line() -> None:
     """Indentation lost with vocabularies that drop the space of the first token they decode."""
 
     class DropsFirstSpace:
-        words = ("a", "\n", " b")
+        words = ("a", "\n", " b", "")
 
         def decode(self, token_ids: list[int], **_: Any) -> str:
             return "".join(self.words[index] for index in token_ids).removeprefix(" ")
 
     tokenizer: Any = DropsFirstSpace()
     decoder = IncrementalDetokenizer(tokenizer)
-    assert "".join(decoder.push(index) for index in (0, 1, 2)) == "a\n b"
+    assert "".join(decoder.push(index) for index in (0, 1, 2, 3, 2)) == "a\n b b"
 
 
 def test_a_token_costs_the_same_in_long_texts() -> None:

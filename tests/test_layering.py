@@ -207,12 +207,12 @@ def test_private_names_of_others_are_met_in_one_place() -> None:
     trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules().items()}
     own = {node.name for tree in trees.values() for node in ast.walk(tree) if _is_definition(node)}
     own |= {"_replace", "_asdict"}  # of named tuples, documented in spite of their names
-    own |= {
-        node.attr if isinstance(node, ast.Attribute) else node.id
-        for tree in trees.values()
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store)
-    }
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                own |= {node.attr} if ast.unparse(node.value) == "self" else set()
     found = [
         f"{name}:{node.lineno} uses {attribute}"
         for name, tree in trees.items()

@@ -359,9 +359,10 @@ def test_file_map_has_every_file() -> None:
     assert not [path for path, comment in mapped.items() if path.endswith(".py") and not comment]
 
 
-def anchor(heading: str) -> str:
-    """The link target that a heading makes."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+def anchors_of(path: Path) -> set[str]:
+    """The link targets that the headings of a file make."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
 
 
 @pytest.mark.parametrize(
@@ -378,12 +379,13 @@ def test_links_lead_somewhere(name: str) -> None:
     """A link to a file that moved, or to a heading that was renamed."""
     path = ROOT / name
     text = path.read_text(encoding="utf-8")
-    anchors = {anchor(heading) for heading in re.findall(r"^#+ (.+)$", text, re.M)}
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if target.startswith("#"):
-            assert target[1:] in anchors, target
-        elif not target.startswith("http"):
-            assert (path.parent / target).exists(), target
+        if target.startswith("http"):
+            continue
+        file, _, heading = target.partition("#")
+        linked = path.parent / file if file else path
+        assert linked.exists(), target
+        assert not heading or heading in anchors_of(linked), target
 
 
 def test_benchmark_table_has_the_columns_of_the_benchmark() -> None:

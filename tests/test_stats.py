@@ -74,6 +74,26 @@ def test_anti_oracle_costs_one_round_per_draft() -> None:
     assert [r.n_proposed for r in pair.stats.rounds if r.n_proposed] == [8]
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("lane", LANES)
+def test_every_forward_is_counted(lane: str, family: str) -> None:
+    """Drafts that seem to cost nothing because their own forwards are left out."""
+    model, declared = build_model(family), declare(family)
+    config = declared.config(lane=lane, draft_budget=3, draft_interval=5, max_draft_tokens=4)
+    run_fast(model, declared.prompt, config)  # the probes of the model
+    calls: list[int] = []
+    hook = model.register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        with scripted_drafts(true_up_to(declared.answer, 2)):
+            stats = run_fast(model, declared.prompt, config).speculation
+    finally:
+        hook.remove()
+    assert stats is not None and len(stats.drafts) > 1
+    # Recurrent layers may take one more at the end, for the cache that is handed back.
+    assert len(calls) - stats.forwards in ((0,) if family == "llama" else (0, 1))
+    assert (sum(d.forwards for d in stats.drafts) > 0) or lane == "lockstep"
+
+
 @pytest.mark.parametrize("lane", LANES)
 def test_every_figure_adds_up(lane: str) -> None:
     """Figures that contradict each other."""
@@ -92,9 +112,6 @@ def test_every_figure_adds_up(lane: str) -> None:
     assert starts == sorted(starts)
     by_phase = [stats.phase_seconds(phase) for phase in {r.phase for r in stats.rounds}]
     assert 0 < sum(by_phase) < stats.seconds
-    assert stats.forwards == len(stats.rounds) + sum(d.forwards for d in stats.drafts)
-    if lane != "lockstep":
-        assert all(d.forwards >= d.n_tokens - d.n_inherited for d in stats.drafts if d.n_tokens)
     assert [draft.stage for draft in stats.drafts] == list(range(len(stats.drafts)))
     assert sum(draft.accepted_prefix for draft in stats.drafts) == stats.accepted_prefix
     assert json.loads(json.dumps(stats.to_dict()))["new_tokens"] == stats.new_tokens

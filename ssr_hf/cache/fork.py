@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import DynamicCache
 
-from .layers import kind_of
+from .layers import Layer, kind_of
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
@@ -60,14 +60,35 @@ def add_row(cache: Cache, device: torch.device) -> None:
         except BaseException:
             kind_of(layer).restore(layer, saved)
             for doubled in cache.layers[:n_done]:
-                doubled.reorder_cache(rows[:1])
+                _cut_to_first_row(doubled)
             raise
 
 
 def retire_row(cache: Cache, device: torch.device) -> None:
-    """Drops the child row that `add_row` or `join` added."""
-    with _all_layers_or_none(cache):
-        cache.reorder_cache(torch.tensor([0], device=device))
+    """Drops the child row that `add_row` or `join` added; can be called again if it fails half-way.
+
+    No more than one old layer is held while the new ones come into being.
+    """
+    row = torch.tensor([0], device=device)
+    for layer in cache.layers:
+        try:
+            layer.reorder_cache(row)
+        except torch.OutOfMemoryError:
+            _cut_to_first_row(layer)
+
+
+def _cut_to_first_row(layer: Layer) -> None:
+    """Drops all rows but the first without new memory: views hold on to what they are cut from."""
+    for name, value in vars(layer).items():
+        if isinstance(value, dict):
+            setattr(layer, name, {key: _first_row(held) for key, held in value.items()})
+        else:
+            setattr(layer, name, _first_row(value))
+
+
+def _first_row(value: object) -> object:
+    # States have rows, heads or channels, and more; what has fewer dimensions has no rows.
+    return value[:1] if isinstance(value, torch.Tensor) and value.dim() > 2 else value
 
 
 def join(cache: Cache, child: Cache, lead: int) -> None:

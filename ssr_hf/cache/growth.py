@@ -68,6 +68,11 @@ class GrowingLayer(DynamicLayer):
         buffer[..., start:end, :] = new
         return buffer[..., :end, :]
 
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Replaces the rows; the buffers of those before are let go at once."""
+        super().reorder_cache(beam_idx)
+        self.buffers = {}
+
     def settled(self, keeps_content: bool) -> DynamicLayer:
         """The ordinary layer again, with this one's content if that is still needed."""
         if keeps_content and self.is_initialized:

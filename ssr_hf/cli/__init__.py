@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from errno import EBADF, EIO, ENOSPC
 from typing import Annotated
 
 import typer
@@ -47,6 +48,8 @@ def main() -> None:
     try:
         app()
     except OSError as error:
+        if error.filename is not None or error.errno not in (ENOSPC, EIO, EBADF):
+            raise
         console.give_up(f"standard output cannot be written: {error}")
 
 

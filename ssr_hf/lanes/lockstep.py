@@ -44,8 +44,7 @@ class LockstepLane(Lane):
             if writer.finished:
                 return
             # Rows that go one token at a time must have exactly one to feed.
-            child.settle()
-            self.target.settle()
+            writer.forwards += child.settle() + self.target.settle()
             self._n_fed = len(writer.sequence) - 1
             self._shared = TwoRows(self.target, child)
         if support.holes:
@@ -79,14 +78,16 @@ class LockstepLane(Lane):
             # Until the marker is read to its end, the child's next token is already known.
             known = known[: self.target.n_pending]
         child_ids = (*known, *guessed.token_ids)
+        logits = None
         try:
-            target_logits, child_logits = shared.forward(
-                candidates.token_ids, child_ids, child_position=self._n_fed
-            )
+            logits = shared.forward(candidates.token_ids, child_ids, child_position=self._n_fed)
         except torch.OutOfMemoryError:
             self.exhausted = True
+        if logits is None:
+            # Not in the handler: the exception holds the tensors of the forward that failed.
             self._part()
             return super().forward(candidates)
+        target_logits, child_logits = logits
         n_kept = len(known)
         if self._n_fed + n_kept == len(writer.sequence):
             self._n_drafted = writer.write(child_logits[:, n_kept - 1 :], guessed)
