@@ -36,6 +36,7 @@ from ssr_hf import target as target_module
 from ssr_hf.cache import fork as fork_module
 from ssr_hf.cache.growth import GrowingLayer
 from ssr_hf.cache.layers import LAYER_KINDS
+from ssr_hf.lanes import DraftWriter
 from ssr_hf.tokens import TokenSequence
 
 CACHED = 4
@@ -155,6 +156,27 @@ def test_a_draft_without_memory_is_given_up(lane: str, family: str, at: int) -> 
             hook.remove()
     assert torch.equal(fast.sequences, plain.sequences)
     assert len(fast.speculation.drafts) <= 2
+    assert "a draft was cut: memory ran out" in fast.speculation.notes
+    _assert_true_prefix(fast.cache, plain.cache)
+
+
+@every_lane
+def test_a_token_without_memory_ends_its_draft(lane: str) -> None:
+    """The same where the logits of a draft are copied for processors."""
+    model, declared = build_model("llama"), _declare("llama")
+    arguments = _arguments(declared, lane)
+    plain = generate(model, declared.prompt, max_new_tokens=arguments["max_new_tokens"])
+    fault = Fault(3, torch.OutOfMemoryError)
+    write = DraftWriter.write
+
+    def scarce(writer: Any, *rest: Any) -> int:
+        fault()
+        return write(writer, *rest)
+
+    with enabled(model), mock.patch.object(DraftWriter, "write", scarce):
+        fast = generate(model, declared.prompt, **arguments)
+    assert fault.calls == 3
+    assert torch.equal(fast.sequences, plain.sequences)
     assert "a draft was cut: memory ran out" in fast.speculation.notes
     _assert_true_prefix(fast.cache, plain.cache)
 

@@ -90,8 +90,11 @@ class LockstepLane(Lane):
         target_logits, child_logits = logits
         n_kept = len(known)
         if self._n_fed + n_kept == len(writer.sequence):
-            self._n_drafted = writer.write(child_logits[:, n_kept - 1 :], guessed)
-            n_kept += self._n_drafted - 1
+            try:
+                self._n_drafted = writer.write(child_logits[:, n_kept - 1 :], guessed)
+                n_kept += self._n_drafted - 1
+            except torch.OutOfMemoryError:
+                self.exhausted = True
         shared.keep_of_child(n_kept)
         self._n_fed += n_kept
         return target_logits[:, self.target.n_pending - 1 :]
