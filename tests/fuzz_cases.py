@@ -81,7 +81,8 @@ def draw_case(seed: int, number: int, family: str | None = None) -> Case:
     # The text has changed; markers and stops are chosen from the one that will be written.
     words = _Words(rng, case.prompt[0].tolist(), probe(case, LONGEST_TEXT))
     case.settings = _settings(rng, words)
-    if not case.arguments["do_sample"] and rng.random() < 0.1:
+    judges = case.settings["reuse"].startswith("prefix")
+    if judges and not case.arguments["do_sample"] and rng.random() < 0.1:
         # Greedy selection ignores it.
         case.settings["acceptance"] = "rejection_sampling"
     case.arguments.update(_stops(rng, words))
@@ -221,8 +222,8 @@ def _settings(rng: random.Random, words: _Words) -> Arguments:
     if settings["end_of_thinking"] == settings.get("start_of_thinking"):
         del settings["start_of_thinking"]
     budgets = settings["draft_budget"]
-    first = budgets[0] if isinstance(budgets, tuple) else budgets
-    if settings.get("thinking_budget", first + 1) <= first:
+    last = budgets[-1] if isinstance(budgets, tuple) else budgets
+    if settings.get("thinking_budget", last + 1) <= last:
         # Together they are refused; without one of them the other decides.
         del settings[rng.choice(["thinking_budget", "draft_budget"])]
     return settings
