@@ -2,7 +2,7 @@
 
 Two ways, chosen by what the layers can do. Layers that keep one entry per token are cropped. If any
 layer holds a recurrent state, the whole cache goes back to where it was before the round, and the
-accepted tokens are fed again with the next forward (DESIGN: pending tokens).
+accepted tokens are *pending*: fed again with the next forward, see `Target`.
 """
 
 from __future__ import annotations
