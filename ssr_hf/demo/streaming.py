@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList
 
 import ssr_hf
 
@@ -38,6 +37,10 @@ class Progress:
     output: Any = None
 
 
+class _AbandonedError(Exception):
+    """Ends a generation that nobody reads any more."""
+
+
 class _RoundStreamer:
     """Collects tokens and hands them on, with round and time, when their round is complete.
 
@@ -48,6 +51,7 @@ class _RoundStreamer:
         self.rounds: queue.SimpleQueue[tuple[list[int], ssr_hf.Round, float] | None]
         self.rounds = queue.SimpleQueue()
         self.seconds = 0.0
+        self.is_abandoned = False
         self._token_ids: list[int] = []
         self._prompt_is_next = True
         self._began = time.perf_counter()
@@ -58,6 +62,8 @@ class _RoundStreamer:
         self._prompt_is_next = False
 
     def on_round(self, entry: ssr_hf.Round) -> None:
+        if self.is_abandoned:
+            raise _AbandonedError
         self.rounds.put((self._token_ids, entry, time.perf_counter() - self._began))
         self._token_ids = []
 
@@ -96,10 +102,6 @@ def stream(
     streamer = _RoundStreamer()
     progress = Progress()
     failures: list[BaseException] = []
-    abandoned = threading.Event()
-
-    def is_abandoned(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return torch.full((input_ids.shape[0],), abandoned.is_set(), device=input_ids.device)
 
     def work() -> None:
         try:
@@ -109,7 +111,6 @@ def stream(
                 do_sample=False,
                 return_dict_in_generate=True,
                 streamer=streamer,
-                stopping_criteria=StoppingCriteriaList([is_abandoned]),
                 tokenizer=tokenizer,
                 self_speculation=config,
             )
@@ -133,7 +134,7 @@ def stream(
             yield progress
     finally:
         # Whoever has closed the page reads no further; the next click must not share the machine.
-        abandoned.set()
+        streamer.is_abandoned = True
         thread.join()
     if failures:
         raise failures[0]
